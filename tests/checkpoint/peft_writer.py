@@ -1,9 +1,9 @@
-"""PEFT's own adapters, in the peers' environment: for each kind a directory KIND, and KIND.pth with the merged weights.
+"""Writes adapters with PEFT itself: for each entry of `KINDS`, a directory KIND, and KIND.pth with the merged weights.
 
     python -I peft_writer.py BASE.pth FOLDER
 
-The model is the linear layers of BASE.pth's blocks, as in training/tuning/peft_reader.py. This file imports nothing of ours:
-there, `rwkv` is another package.
+The model consists of the linear layers of BASE.pth's blocks, as in training/tuning/peft_reader.py. The script runs in the
+environment of `make peers` and imports nothing of this repository, because `rwkv` is another package there.
 """
 
 import sys
@@ -26,7 +26,7 @@ KINDS = {
     "bat": MissConfig(r=4, target_modules=TARGETS, init_weights="bat")}
 
 
-def skeleton(weights: dict[str, Tensor]) -> nn.Module:
+def linear_layers_of(weights: dict[str, Tensor]) -> nn.Module:
     model = nn.Module()
     for name, weight in weights.items():
         if name.startswith("blocks.") and name.endswith(".weight") and weight.dim() == 2:
@@ -45,7 +45,7 @@ def skeleton(weights: dict[str, Tensor]) -> nn.Module:
 def main(base: str, folder: str) -> None:
     for kind, config in KINDS.items():
         torch.manual_seed(0)
-        model = get_peft_model(skeleton(torch.load(base, weights_only=True)), config)
+        model = get_peft_model(linear_layers_of(torch.load(base, weights_only=True)), config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_" in name or "miss_" in name:

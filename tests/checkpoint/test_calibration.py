@@ -1,4 +1,4 @@
-"""int4 calibrated on a text: the file's blocks are the model, mapped; errors come before the work; damage is one sentence."""
+"""Tests int4 that is calibrated on a text: the file's blocks, the loaded model, early errors and refused damage."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ from rwkv.pretrained import RWKV, open_checkpoint, resolve_dtype
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import convert
 
-NARROW = {"n_embd": 64, "n_ffn": 96, "n_layer": 2}       # no multiples of 256
+NARROW = {"n_embd": 64, "n_ffn": 96, "n_layer": 2}       # rows that are no multiples of 256
 WIDE = {"n_embd": 256, "n_ffn": 512, "n_layer": 2}
 KEY = "blocks.1.ffn.key.weight"
 TEXT = "".join(f"{number} squared is {number * number}.\n" for number in range(60, 150))
@@ -40,14 +40,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def original(folder: Path, generation: str = "rwkv4", **sizes: int) -> tuple[RWKV, Path]:
+def write_model(folder: Path, generation: str = "rwkv4", **sizes: int) -> tuple[RWKV, Path]:
     path = folder / "model.safetensors"
     model = small_model("reference", ByteTokenizer().vocab_size, generation=generation, **(sizes or NARROW))
     model.save_pretrained(path, ByteTokenizer())
     return model, path
 
 
-def converted(path: Path, text: Path, *options: str) -> Path:
+def write_calibrated(path: Path, text: Path, *options: str) -> Path:
     target = path.with_name("calibrated.safetensors")
     convert.main([str(path), str(target), "--dtype", "int4", "--calibrate", str(text), *options])
     return target
@@ -62,9 +62,9 @@ def blocks_in(path: Path) -> dict[str, str]:
 @each_generation
 @torch.no_grad()
 def test_the_model_is_the_file_s_blocks(tmp_path: Path, text: Path, generation: str, sizes: dict[str, int]) -> None:
-    """At once and token by token in C, beside the dequantised weights; the C step has no copy of a matrix or the embedding."""
-    model, path = original(tmp_path, generation, **sizes)
-    target = converted(path, text)
+    """Logits match those of the dequantised weights, both at once and token by token in C, where the step copies no matrix."""
+    model, path = write_model(tmp_path, generation, **sizes)
+    target = write_calibrated(path, text)
     loaded, dense = (RWKV.from_pretrained(target, "reference", dtype=dtype) for dtype in ("int4", "float32"))
     assert loaded.fingerprint() == dense.fingerprint() == model.fingerprint()
     layers = {f"{name}.weight": layer for name, layer in loaded.named_modules() if isinstance(layer, BlockLinear | nn.Linear)}
@@ -87,7 +87,7 @@ def test_a_model_with_deep_embed(tmp_path: Path, text: Path) -> None:
     path, ids = tmp_path / "model.safetensors", torch.tensor([ByteTokenizer().encode("12 squared")])
     model = small_model("reference", 256, generation="rwkv7", deep_embed_dim=4, **NARROW)
     model.save_pretrained(path, ByteTokenizer())
-    target = converted(path, text)
+    target = write_calibrated(path, text)
     loaded, dense = (RWKV.from_pretrained(target, "reference", dtype=dtype) for dtype in ("int4", "float32"))
     assert loaded.fingerprint() == dense.fingerprint()
     expected = dense(ids)[0]
@@ -96,10 +96,10 @@ def test_a_model_with_deep_embed(tmp_path: Path, text: Path) -> None:
 
 @each_generation
 def test_the_matrices_of_int4_are_quantised_and_no_others(tmp_path: Path, text: Path, generation: str) -> None:
-    """Rows of a multiple of 256 in k-quants, others in blocks of 32; the head in 5 bits."""
+    """Rows of a multiple of 256 become k-quants and other rows blocks of 32. The head has 5 bits."""
     for sizes, kind in ((NARROW, "0"), (WIDE, "k")):
-        model, path = original(tmp_path, generation, **sizes)
-        target, plain = converted(path, text), tmp_path / "int4.safetensors"
+        model, path = write_model(tmp_path, generation, **sizes)
+        target, plain = write_calibrated(path, text), tmp_path / "int4.safetensors"
         convert.convert(path, plain, "int4")
         calibrated_parts, parts = load_file(target), load_file(plain)
         matrices = {name for name in model.state_dict() if is_linear_weight(name, model.generation.group(name))}
@@ -114,8 +114,8 @@ def test_the_matrices_of_int4_are_quantised_and_no_others(tmp_path: Path, text: 
 @each_generation
 @torch.no_grad()
 def test_logits_of_another_text_change_less_than_in_int4(tmp_path: Path, text: Path, generation: str) -> None:
-    model, path = original(tmp_path, generation, **WIDE)
-    target, plain = converted(path, text), tmp_path / "int4.safetensors"
+    model, path = write_model(tmp_path, generation, **WIDE)
+    target, plain = write_calibrated(path, text), tmp_path / "int4.safetensors"
     convert.convert(path, plain, "int4")
     ids = torch.tensor([ByteTokenizer().encode("The sum of 12 and 13 is 25, and 30 squared is 900.")])
     expected = model(ids)[0]
@@ -124,11 +124,11 @@ def test_logits_of_another_text_change_less_than_in_int4(tmp_path: Path, text: P
 
 
 def test_the_moments_are_those_of_the_text(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each matrix's products on the text change less than with weights that are rounded for independent inputs."""
-    _, path = original(tmp_path, "rwkv7", **WIDE)
+    """Rounding a matrix for the text's moments changes its products on the text less than rounding for independent inputs."""
+    _, path = write_model(tmp_path, "rwkv7", **WIDE)
     errors: list[tuple[float, float]] = []
 
-    def compared(weight: Tensor, moments: list[Tensor], format: str) -> Blocks:
+    def quantise_and_compare(weight: Tensor, moments: list[Tensor], format: str) -> Blocks:
         M = torch.block_diag(*moments)
         independent = quantise(weight, [torch.eye(len(window)) for window in moments], format)
         packed = quantise(weight, moments, format)
@@ -139,7 +139,7 @@ def test_the_moments_are_those_of_the_text(tmp_path: Path, text: Path, monkeypat
         difference = weight - packed.dense()
         return ((difference @ M) * difference).sum().item()
 
-    monkeypatch.setattr(calibration, "quantise", compared)
+    monkeypatch.setattr(calibration, "quantise", quantise_and_compare)
     for matrix in calibrate(read_checkpoint(path), read_ids(text, ByteTokenizer())).packed.values():
         matrix.read()
     assert len(errors) == 2 * 6 + 1
@@ -147,8 +147,8 @@ def test_the_moments_are_those_of_the_text(tmp_path: Path, text: Path, monkeypat
 
 
 def test_it_is_copied_to_the_bit_and_converted_back(tmp_path: Path, text: Path) -> None:
-    _, path = original(tmp_path, **WIDE)
-    target, again, back = converted(path, text), tmp_path / "again.safetensors", tmp_path / "back.pth"
+    _, path = write_model(tmp_path, **WIDE)
+    target, again, back = write_calibrated(path, text), tmp_path / "again.safetensors", tmp_path / "back.pth"
     for options in ([], ["--dtype", "int4"]):
         convert.main([str(target), str(again), *options])
         assert again.read_bytes() == target.read_bytes()
@@ -161,7 +161,7 @@ def test_it_is_copied_to_the_bit_and_converted_back(tmp_path: Path, text: Path) 
 
 
 def test_matrices_may_be_read_in_any_order(tmp_path: Path, text: Path) -> None:
-    _, path = original(tmp_path, "rwkv7")
+    _, path = write_model(tmp_path, "rwkv7")
     ids = read_ids(text, ByteTokenizer())
     packed = calibrate(read_checkpoint(path), ids).packed
     first = {name: matrix.read().weight.clone() for name, matrix in packed.items()}
@@ -171,8 +171,8 @@ def test_matrices_may_be_read_in_any_order(tmp_path: Path, text: Path) -> None:
 
 
 def test_a_line_names_the_text_and_the_formats(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, path = original(tmp_path)
-    converted(path, text)
+    _, path = write_model(tmp_path)
+    write_calibrated(path, text)
     line = next(line for line in capsys.readouterr().err.splitlines() if "calibrated" in line)
     n_tokens = len(TEXT) // (SEQUENCE - 1) * SEQUENCE
     for part in (str(text), f"{n_tokens:,} tokens", "Q4_0", "Q5_0", "rows of 64", "bits per weight"):
@@ -181,20 +181,20 @@ def test_a_line_names_the_text_and_the_formats(tmp_path: Path, text: Path, capsy
 
 @in_c
 def test_int4_and_auto_are_its_blocks_and_a_line_says_so(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, path = original(tmp_path)
-    target = converted(path, text)
+    _, path = write_model(tmp_path)
+    target = write_calibrated(path, text)
     for dtype in ("int4", "auto", "blocks", None):
-        opened = open_checkpoint(SavedModelConfig(checkpoint=str(target), device="cpu", dtype=dtype))
-        assert opened.dtype == "blocks"
-        lines = [line for label, line in opened.lines() if label == "dtype"]
+        checkpoint = open_checkpoint(SavedModelConfig(checkpoint=str(target), device="cpu", dtype=dtype))
+        assert checkpoint.dtype == "blocks"
+        lines = [line for label, line in checkpoint.lines() if label == "dtype"]
         assert lines == [] if dtype == "blocks" else "Q4_0, Q5_0" in lines[0]
-        assert not [line for label, line in opened.lines() if label == "weights"]
+        assert not [line for label, line in checkpoint.lines() if label == "weights"]
     assert resolve_dtype("int4", "cpu", read_checkpoint(path)) == ("int4", None)
     assert resolve_dtype("int4", "cuda", read_checkpoint(target)) == ("int4", None)
     monkeypatch.setattr("rwkv.pretrained.why_not", lambda operator, name: "no C kernels for plan9 on vax")
     assert resolve_dtype("int4", "cpu", read_checkpoint(target)) == ("int4", None)
-    opened = open_checkpoint(SavedModelConfig(checkpoint=str(target), device="cpu", dtype="int4"))
-    assert any("requantises" in line for label, line in opened.lines() if label == "weights")
+    checkpoint = open_checkpoint(SavedModelConfig(checkpoint=str(target), device="cpu", dtype="int4"))
+    assert any("requantises" in line for label, line in checkpoint.lines() if label == "weights")
 
 
 def write(text: str | bytes) -> Callable[[Path], object]:
@@ -216,7 +216,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_a_mistake_is_one_sentence_before_the_work(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str],
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    _, path = original(tmp_path)
+    _, path = write_model(tmp_path)
     make, options, part = WRONG[case]
     text, target = tmp_path / "text.txt", tmp_path / "out.safetensors"
     make(text)
@@ -237,23 +237,23 @@ def test_a_text_of_another_alphabet_is_refused(tmp_path: Path) -> None:
 
 
 def test_packed_weights_are_not_calibrated(tmp_path: Path, text: Path) -> None:
-    _, path = original(tmp_path)
+    _, path = write_model(tmp_path)
     plain = tmp_path / "int4.safetensors"
     convert.convert(path, plain, "int4")
-    for source in (plain, converted(path, text)):
+    for source in (plain, write_calibrated(path, text)):
         with pytest.raises(UserError, match="pass the checkpoint that this file was converted from"):
             convert.convert(source, tmp_path / "again.safetensors", "int4", calibrate=text)
     assert not (tmp_path / "again.safetensors").exists()
 
 
 def test_rows_that_are_no_whole_blocks_are_refused(tmp_path: Path, text: Path) -> None:
-    _, path = original(tmp_path, n_embd=64, n_ffn=72)
+    _, path = write_model(tmp_path, n_embd=64, n_ffn=72)
     with pytest.raises(UserError, match="multiples of 32"):
         convert.convert(path, tmp_path / "out.safetensors", "int4", calibrate=text)
 
 
 def test_a_model_that_overflows_on_the_text_is_refused(tmp_path: Path, text: Path) -> None:
-    model, path = original(tmp_path)
+    model, path = write_model(tmp_path)
     with torch.no_grad():
         model.blocks[0].ln2.weight.mul_(1e25)
     model.save_pretrained(path, ByteTokenizer())
@@ -263,7 +263,7 @@ def test_a_model_that_overflows_on_the_text_is_refused(tmp_path: Path, text: Pat
 
 
 def test_weights_beyond_float16_are_refused(tmp_path: Path, text: Path) -> None:
-    model, path = original(tmp_path)
+    model, path = write_model(tmp_path)
     with torch.no_grad():
         model.head.weight.mul_(1e9)
     model.save_pretrained(path, ByteTokenizer())
@@ -272,7 +272,7 @@ def test_weights_beyond_float16_are_refused(tmp_path: Path, text: Path) -> None:
 
 
 def test_another_dtype_is_refused(tmp_path: Path, text: Path) -> None:
-    _, path = original(tmp_path)
+    _, path = write_model(tmp_path)
     with pytest.raises(UserError, match="requires --dtype int4"):
         convert.convert(path, tmp_path / "out.safetensors", "float32", calibrate=text)
 
@@ -288,8 +288,8 @@ DAMAGE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("dtype", [pytest.param("int4", marks=in_c), "float32"])
 def test_damage_is_one_sentence(tmp_path: Path, text: Path, dtype: str) -> None:
     for sizes in (NARROW, WIDE):
-        _, path = original(tmp_path, **sizes)
-        target = converted(path, text)
+        _, path = write_model(tmp_path, **sizes)
+        target = write_calibrated(path, text)
         for damage in DAMAGE.values():
             tensors = load_file(target)
             tensors[KEY] = damage(tensors[KEY])
@@ -298,8 +298,8 @@ def test_damage_is_one_sentence(tmp_path: Path, text: Path, dtype: str) -> None:
 
 
 def test_a_damaged_file_is_not_copied(tmp_path: Path, text: Path) -> None:
-    _, path = original(tmp_path)
-    tensors = load_file(converted(path, text))
+    _, path = write_model(tmp_path)
+    tensors = load_file(write_calibrated(path, text))
     save_file(tensors | {KEY: DAMAGE["scale"](tensors[KEY])}, tmp_path / "damaged.safetensors")
     with pytest.raises(CheckpointError, match=r"blocks\.1\.ffn\."):
         convert.convert(tmp_path / "damaged.safetensors", tmp_path / "copy.safetensors", "int4")
@@ -307,8 +307,8 @@ def test_a_damaged_file_is_not_copied(tmp_path: Path, text: Path) -> None:
 
 
 def test_a_file_without_our_entry_is_read(tmp_path: Path, text: Path) -> None:
-    _, path = original(tmp_path, **WIDE)
-    target = converted(path, text)
+    _, path = write_model(tmp_path, **WIDE)
+    target = write_calibrated(path, text)
     expected = RWKV.from_pretrained(target, "reference")
     save_file(load_file(target), target)
     model = RWKV.from_pretrained(target, "reference")
@@ -316,7 +316,7 @@ def test_a_file_without_our_entry_is_read(tmp_path: Path, text: Path) -> None:
 
 
 def test_uncalibrated_int4_is_what_it_was(tmp_path: Path) -> None:
-    model, path = original(tmp_path, **WIDE)
+    model, path = write_model(tmp_path, **WIDE)
     plain = tmp_path / "int4.safetensors"
     convert.convert(path, plain, "int4")
     assert {*blocks_in(plain).values()} == {"int4"}

@@ -1,4 +1,4 @@
-"""Model cards: every written directory has one, with the known facts about the base; a card written by hand is kept."""
+"""Tests model cards: each written directory gets a card with the known facts, and a card written by hand is kept."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from rwkv.tools import convert
 LICENSED = "---\nlicense: apache-2.0\nbase_model: x/y\n---\n# A base\n"
 
 
-def front(file: Path) -> dict[str, object]:
+def front_matter(file: Path) -> dict[str, object]:
     match = card.FRONT.match(file.read_text())
     assert match
     content = yaml.safe_load(match[1])
@@ -39,13 +39,13 @@ def test_a_converted_directory_has_a_card(base: RWKV, layout: str) -> None:
     Path("README.md").write_text(LICENSED)
     convert.main(["base.safetensors", "out dir", "--layout", layout])
     text = Path("out dir/README.md").read_text()
-    assert front(Path("out dir/README.md")) == {"license": "apache-2.0", "library_name": "timemix", "tags": ["rwkv"]}
+    assert front_matter(Path("out dir/README.md")) == {"license": "apache-2.0", "library_name": "timemix", "tags": ["rwkv"]}
     command = f"timemix convert base.safetensors 'out dir' --layout {layout}"
     for part in ("# out dir", "base.safetensors", command, "from_pretrained"):
         assert part in text
-    convert.main(["out dir", "again"])                   # and of a directory
-    assert front(Path("again/README.md"))["license"] == "apache-2.0"
-    convert.main(["again", "out dir"])                   # our own card is replaced
+    convert.main(["out dir", "again"])                   # a directory passes its licence on, too
+    assert front_matter(Path("again/README.md"))["license"] == "apache-2.0"
+    convert.main(["again", "out dir"])                   # a card of timemix is replaced
     assert "`again`" in Path("out dir/README.md").read_text()
 
 
@@ -55,11 +55,11 @@ def test_no_licence_is_made_up_and_none_of_files_far_away(base: RWKV, tmp_path: 
         if content:
             Path("README.md").write_text(content)
         convert.main(["base.safetensors", "out"])
-        assert "license" not in front(Path("out/README.md"))
+        assert "license" not in front_matter(Path("out/README.md"))
         assert "no card states its licence" in Path("out/README.md").read_text()
     Path("README.md").write_text(LICENSED)
-    base.save_pretrained("out")          # in memory, of which nothing is known
-    assert "license" not in front(Path("out/README.md"))
+    base.save_pretrained("out")          # nothing is known about the base of a model in memory
+    assert "license" not in front_matter(Path("out/README.md"))
     assert "Base" not in Path("out/README.md").read_text()
 
 
@@ -73,7 +73,7 @@ def test_a_card_by_hand_is_not_replaced(base: RWKV) -> None:
 
 @pytest.mark.programs
 def test_a_run_says_what_it_was(base: RWKV, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the commands of its continuations; a directory that is converted from it says the same."""
+    """The card lists the commands of the run and its continuation. A directory converted from the run repeats the facts."""
     Path("text.txt").write_text(TEXT)
     Path("README.md").write_text(LICENSED)
     run = caller(monkeypatch, capsys)

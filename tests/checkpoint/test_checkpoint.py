@@ -1,4 +1,4 @@
-"""Checkpoints of torch.save, timemix's and the official ones: which are read, which are refused, and what the error names."""
+"""Tests which checkpoints of torch.save are read and which are refused, and what the errors name."""
 
 import os
 import pickle
@@ -29,7 +29,7 @@ def model() -> RWKV:
 
 
 @pytest.fixture
-def saved(model: RWKV, tmp_path: Path) -> Path:
+def saved_file(model: RWKV, tmp_path: Path) -> Path:
     model.save_pretrained(tmp_path / "model.pth")
     return tmp_path / "model.pth"
 
@@ -40,37 +40,37 @@ def same_weights(one: RWKV, other: RWKV) -> bool:
         torch.equal(weight, expected[name]) for name, weight in one.state_dict().items())
 
 
-def test_saving_and_loading_leave_the_original_alone(model: RWKV, saved: Path) -> None:
-    loaded = RWKV.from_pretrained(saved)
+def test_saving_and_loading_leave_the_original_alone(model: RWKV, saved_file: Path) -> None:
+    loaded = RWKV.from_pretrained(saved_file)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         for weight in loaded.parameters():
             weight.zero_()
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    assert same_weights(RWKV.from_pretrained(saved), model)
-    RWKV.from_pretrained(saved).save_pretrained(saved)       # onto the file that its weights lie in
-    assert same_weights(RWKV.from_pretrained(saved), model)
+    assert same_weights(RWKV.from_pretrained(saved_file), model)
+    RWKV.from_pretrained(saved_file).save_pretrained(saved_file)       # overwrites the file that its weights are mapped from
+    assert same_weights(RWKV.from_pretrained(saved_file), model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_trainable_model_learns_and_leaves_the_file_alone(dtype: str, model: RWKV, saved: Path) -> None:
-    loaded = RWKV.from_pretrained(saved, "conv1d", dtype=dtype, trainable=True)
+def test_a_trainable_model_learns_and_leaves_the_file_alone(dtype: str, model: RWKV, saved_file: Path) -> None:
+    loaded = RWKV.from_pretrained(saved_file, "conv1d", dtype=dtype, trainable=True)
     assert loaded.training
     loaded(tokens(model))[0].square().mean().backward()
     assert all(weight.grad.isfinite().all() for weight in loaded.parameters())
     torch.optim.SGD(loaded.parameters(), lr=0.1).step()
     assert not same_weights(loaded.float(), model)
-    assert same_weights(RWKV.from_pretrained(saved), model)
+    assert same_weights(RWKV.from_pretrained(saved_file), model)
 
 
-def test_int8_is_not_trainable(saved: Path) -> None:
+def test_int8_is_not_trainable(saved_file: Path) -> None:
     with pytest.raises(UserError):
-        RWKV.from_pretrained(saved, dtype="int8", trainable=True)
+        RWKV.from_pretrained(saved_file, dtype="int8", trainable=True)
     with pytest.raises(UserError, match="requires a GPU"):
-        RWKV.from_pretrained(saved, dtype="float16")
+        RWKV.from_pretrained(saved_file, dtype="float16")
 
 
-# Files of others
+# Files of other programs
 
 
 def older_shapes(name: str, weight: Tensor) -> Tensor:
@@ -97,21 +97,21 @@ def test_an_old_format_without_zip_is_read(model: RWKV, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_bfloat16_keeps_the_decays_in_float32(model: RWKV, saved: Path) -> None:
-    loaded = RWKV.from_pretrained(saved, dtype="bfloat16")
+def test_bfloat16_keeps_the_decays_in_float32(model: RWKV, saved_file: Path) -> None:
+    loaded = RWKV.from_pretrained(saved_file, dtype="bfloat16")
     for name, weight in loaded.state_dict().items():
         assert weight.dtype == (torch.float32 if name.endswith(("time_decay", "time_first")) else torch.bfloat16)
     assert (loaded(tokens(model))[0] - model(tokens(model))[0]).abs().max() < 0.3
 
 
-# Where a checkpoint is
+# The location of a checkpoint
 
 
 def test_a_run_directory_means_its_last_checkpoint(model: RWKV, tmp_path: Path) -> None:
     last = tmp_path / "runs" / "one" / "checkpoints" / "last.ckpt"
     model.save_pretrained(last)
     assert locate(tmp_path / "runs" / "one") == last
-    (tmp_path / "runs" / "latest").write_text("one\n")       # where links need rights
+    (tmp_path / "runs" / "latest").write_text("one\n")       # a text file replaces the link where links need rights
     assert locate(tmp_path / "runs" / "latest") == last
     (tmp_path / "runs" / "latest").unlink()
     (tmp_path / "runs" / "latest").symlink_to("one", target_is_directory=True)
@@ -121,7 +121,7 @@ def test_a_run_directory_means_its_last_checkpoint(model: RWKV, tmp_path: Path) 
 @pytest.mark.parametrize("latest", ["link", "file", "none"])
 def test_a_latest_run_that_is_gone_gives_way_to_the_newest_one(model: RWKV, tmp_path: Path, latest: str,
                                                                capsys: pytest.CaptureFixture[str]) -> None:
-    """Deleted, in a temporary folder that was emptied, or on a disk that is away."""
+    """A run may be deleted, lie in a temporary folder that was emptied, or lie on a disk that is not mounted."""
     runs = tmp_path / "runs"
     for age, name in enumerate(("sweep/one", "mine", "older")):
         last = runs / name / "checkpoints" / "last.ckpt"
@@ -146,11 +146,11 @@ def test_a_latest_run_that_is_gone_is_named_where_there_is_no_other(tmp_path: Pa
         locate(tmp_path / "latest")
 
 
-# What is no checkpoint
+# Files that are no checkpoints
 
 
 class Harmful:
-    """Unpickling it makes the file `executed` in the current directory."""
+    """An object that creates the file `executed` in the current directory when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch executed",)
@@ -183,12 +183,12 @@ def without(name: str) -> Callable[[Weights], None]:
     return lambda weights: weights.pop(name)
 
 
-def holding(**changed: Any) -> Callable[[Weights], None]:
+def with_values(**changed: Any) -> Callable[[Weights], None]:
     return lambda weights: weights.update({name.replace("__", "."): value for name, value in changed.items()})
 
 
 def like_rwkv5(weights: Weights) -> None:
-    """Its time mixing has heads: time_faaaa for time_first, a gate and a group norm."""
+    """Renames and reshapes the weights of time mixing as in RWKV-5, which has heads, time_faaaa and a gate."""
     for layer in range(3):
         att = f"blocks.{layer}.att."
         weights[f"{att}time_faaaa"] = weights.pop(f"{att}time_first").view(2, 4)
@@ -196,28 +196,28 @@ def like_rwkv5(weights: Weights) -> None:
         weights[f"{att}gate.weight"] = weights[f"{att}key.weight"].clone()
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "part"), [
     (lambda weights: weights.clear(), "RWKV-4"),
     (without("emb.weight"), "emb.weight"),
     (without("head.weight"), "head.weight"),
     (without("blocks.2.ffn.time_mix_r"), "blocks.2.ffn.time_mix_r"),
     (without("blocks.0.att.time_first"), "blocks.0.att.time_first"),
     (without("blocks.0.ln0.bias"), "blocks.0.ln0.bias"),
-    (holding(blocks__1__att__gate__weight=torch.zeros(3)), "blocks.1.att.gate.weight"),
-    (holding(step=3), "step"),
-    (holding(head__weight=torch.zeros(50, 15)), "head.weight"),
-    (holding(emb__weight=torch.zeros(50)), "emb.weight"),
-    (holding(blocks__1__att__time_mix_k=torch.zeros(15)), "blocks.1.att.time_mix_k"),
-    (holding(blocks__0__att__key__weight=torch.zeros(())), "blocks.0.att.key.weight"),
-    (holding(blocks__0__ln1__weight="a word"), "blocks.0.ln1.weight"),
-    (holding(blocks__0__att__time_mix_k=7), "blocks.0.att.time_mix_k"),
+    (with_values(blocks__1__att__gate__weight=torch.zeros(3)), "blocks.1.att.gate.weight"),
+    (with_values(step=3), "step"),
+    (with_values(head__weight=torch.zeros(50, 15)), "head.weight"),
+    (with_values(emb__weight=torch.zeros(50)), "emb.weight"),
+    (with_values(blocks__1__att__time_mix_k=torch.zeros(15)), "blocks.1.att.time_mix_k"),
+    (with_values(blocks__0__att__key__weight=torch.zeros(())), "blocks.0.att.key.weight"),
+    (with_values(blocks__0__ln1__weight="a word"), "blocks.0.ln1.weight"),
+    (with_values(blocks__0__att__time_mix_k=7), "blocks.0.att.time_mix_k"),
     (like_rwkv5, "RWKV-5"),
 ])
-def test_weights_that_do_not_fit_are_named(model: RWKV, tmp_path: Path, change: Callable[[Weights], None], said: str) -> None:
+def test_weights_that_do_not_fit_are_named(model: RWKV, tmp_path: Path, change: Callable[[Weights], None], part: str) -> None:
     weights = dict(model.state_dict())
     change(weights)
     torch.save(weights, tmp_path / "odd.pth")
-    refuses(tmp_path / "odd.pth", said)
+    refuses(tmp_path / "odd.pth", part)
 
 
 @pytest.mark.parametrize("change", [
@@ -243,8 +243,8 @@ def test_another_suffix_is_refused_before_anything_is_written(model: RWKV, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_the_configuration_of_a_pth_is_read_off_its_tensors(saved: Path) -> None:
-    assert read_checkpoint(saved).config == ModelConfig(n_layer=3, n_embd=16, n_att=8, n_ffn=24, ctx_len=1024)
+def test_the_configuration_of_a_pth_is_read_off_its_tensors(saved_file: Path) -> None:
+    assert read_checkpoint(saved_file).config == ModelConfig(n_layer=3, n_embd=16, n_att=8, n_ffn=24, ctx_len=1024)
 
 
 def test_a_tokenizer_larger_than_the_model_is_not_saved_with_it(model: RWKV, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Random damage to a file of each format: it loads a whole model or raises our error, never another, and never hangs."""
+"""Tests that a randomly damaged file of any format loads a whole model or raises UnusableFile, and never hangs."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from torch import Tensor
 from rwkv.checkpoint.files import Checkpoint, checkpoint_of, write_checkpoint
 from rwkv.tokenizer.tokenizers import CharTokenizer, JsonTokenizer
 
-IN_SUITE, IN_SOAK = 10, 200                  # trials per format: of RWKV-7's six, 60 and 1200
+IN_SUITE, IN_SOAK = 10, 200                  # trials per format; RWKV-7 has six formats
 MOST_MEMORY = 4 << 30                        # address space: a damaged size must not be allocated
 
 Damage = Callable[[Path, random.Random], None]
@@ -28,7 +28,7 @@ def truncate(path: Path, chance: random.Random) -> None:
 
 
 def flip_bytes(path: Path, chance: random.Random) -> None:
-    """A few bytes, half of the time among the first or last ones, where the sizes and names are."""
+    """Changes a few bytes, half of the time among the first or last ones, where the sizes and names are."""
     content = bytearray(path.read_bytes())
     near = chance.choice([len(content), min(len(content), 400)])
     for _ in range(chance.choice([1, 1, 3, 20])):
@@ -75,7 +75,7 @@ TENSORS: tuple[Callable[[Checkpoint, random.Random], None], ...] = (swap, change
 
 
 SIZES = {"rwkv4": {"n_layer": 2, "n_embd": 4, "n_att": 6}, "rwkv7": {"n_layer": 2, "n_embd": 4, "head_size": 2}}
-HEAD = {"n_embd": 64, "n_ffn": 4, "head_size": 64}           # the least that a Hugging Face directory of RWKV-7 takes
+HEAD = {"n_embd": 64, "n_ffn": 4, "head_size": 64}           # the least that a Hugging Face directory of RWKV-7 accepts
 
 
 BPE = JsonTokenizer.train([], 257)
@@ -100,7 +100,7 @@ def trial(folder: Path, generation: str, format: str, seed: int) -> bool:
         chance.choice(TENSORS)(checkpoint, chance)
     try:
         write_checkpoint(checkpoint, path, format=format)
-    except (ValueError, KeyError, RuntimeError):         # our own writer refuses some of these: another trial of the bytes
+    except (ValueError, KeyError, RuntimeError):         # the writer refuses some changes: damage the file's bytes instead
         write_checkpoint(small(generation, format), path, format=format)
     if seed % 3:
         files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
@@ -127,7 +127,7 @@ def test_damage_at_length(tmp_path: Path, generation: str, format: str, address_
 
 @pytest.fixture
 def address_space():  # type: ignore[no-untyped-def]
-    """Limits the address space, so that allocating a wrong size is a MemoryError, and so a failure."""
+    """Limits the address space, so that allocating a wrong size raises MemoryError, which fails the test."""
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,6 +1,6 @@
-"""Adapters of PEFT and RWKV-PEFT: merged as float64 has it, over each layout of names, or refused by name.
+"""Tests adapters of PEFT and RWKV-PEFT: each is merged as in float64 over each layout of names, or refused by name.
 
-What is expected is computed in the layout of the adapter: its formula on the file's own matrices, then read as any checkpoint.
+The tests compute the expected weights in the adapter's layout, from its formula and the file's own matrices.
 """
 
 import json
@@ -35,7 +35,7 @@ Weights = dict[str, Tensor]
 LAYERS = {"fla": ("model.layers.1.attn.r_proj", "model.layers.2.ffn.key", "model.layers.0.attn.w_lora.lora.0", "lm_head"),
           "official": ("rwkv7.blocks.1.att.receptance", "rwkv7.blocks.2.ffn.key", "head"),
           "transformers-rwkv": ("model.layers.1.linear_attn.r_proj", "model.layers.2.mlp.key", "lm_head")}
-WIDE = "transformers-rwkv"               # has heads of 64 alone
+WIDE = "transformers-rwkv"               # this layout requires heads of 64
 LAYOUTS = [layout for layout in formats.LAYOUTS if layout in LAYERS]
 NAMES = ("blocks.0.att.key", "blocks.1.att.receptance", "blocks.2.ffn.value", "head")
 
@@ -97,23 +97,22 @@ def weights_of(path: Path) -> Weights:
     return {name: tensor.double() for name, tensor in read_checkpoint(path).weights.items()}
 
 
-def assert_weights(found: Any, expected: Weights, atol: float = 1e-6) -> None:
-    assert found.keys() == expected.keys()
+def assert_weights(actual: Any, expected: Weights, atol: float = 1e-6) -> None:
+    assert actual.keys() == expected.keys()
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name].double(), weight, rtol=1e-5, atol=atol,
-                                   msg=f"{name}: {(found[name].double() - weight).abs().max()}")
+        torch.testing.assert_close(actual[name].double(), weight, rtol=1e-5, atol=atol,
+                                   msg=f"{name}: {(actual[name].double() - weight).abs().max()}")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base.pth, and the same weights as a directory of each layout. Heads are not 64 wide, so that receptances differ, but for
-    wide.pth and the layout that needs such heads."""
-    made = tmp_path_factory.mktemp("adapters")
-    small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(made / "base.pth")
-    small_model(generation="rwkv7", **{**SIZES["rwkv7"], "head_size": 64}).save_pretrained(made / "wide.pth")
+    """Returns a folder with base.pth, wide.pth and a directory of each layout. wide.pth is the base of the layout `WIDE`."""
+    root = tmp_path_factory.mktemp("adapters")
+    small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(root / "base.pth")
+    small_model(generation="rwkv7", **{**SIZES["rwkv7"], "head_size": 64}).save_pretrained(root / "wide.pth")
     for layout in LAYOUTS:
-        convert.convert(base_of(made, layout), made / layout, layout=layout)
-    return made
+        convert.convert(base_of(root, layout), root / layout, layout=layout)
+    return root
 
 
 def base_of(folder: Path, layout: str) -> Path:
@@ -123,29 +122,29 @@ def base_of(folder: Path, layout: str) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, layout: str, kind: str) -> None:
-    make, described, scale = KINDS[kind]
+    make, settings, scale = KINDS[kind]
     raw = load_file(folder / layout / "model.safetensors")
     trained: Weights = {}
     for layer in LAYERS[layout]:
         if kind in ("bat", "mini") and raw[f"{layer}.weight"].shape[0] % R:
-            continue                     # these are for sizes that R divides
+            continue                     # these kinds require sizes that R divides
         parts, merged = make(raw[f"{layer}.weight"].double(), scale)
         trained |= {f"base_model.model.{layer}.{part}": tensor for part, tensor in parts.items()}
         raw[f"{layer}.weight"] = merged.float().contiguous()
-    adapter = write_peft(tmp_path / "adapter", trained, base_model_name_or_path=str(folder / layout), **described)
+    adapter = write_peft(tmp_path / "adapter", trained, base_model_name_or_path=str(folder / layout), **settings)
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "config.json").write_bytes((folder / layout / "config.json").read_bytes())
     save_file(raw, tmp_path / "merged" / "model.safetensors")
     expected = weights_of(tmp_path / "merged")
-    atol = 1e-4 if kind == "pissa" else 1e-6             # singular values lie close together, and PEFT takes them in float32
-    assert_weights(read_checkpoint(adapter).weights, expected, atol)     # the base by the name that it states
-    found = with_adapter(read_checkpoint(base_of(folder, layout)), adapter).weights
-    assert_weights({name: found[name] for name in found if name not in UNUSED},
+    atol = 1e-4 if kind == "pissa" else 1e-6             # PEFT computes close singular values in float32
+    assert_weights(read_checkpoint(adapter).weights, expected, atol)     # its config names the base
+    actual = with_adapter(read_checkpoint(base_of(folder, layout)), adapter).weights
+    assert_weights({name: actual[name] for name in actual if name not in UNUSED},
                    {name: weight for name, weight in expected.items() if name not in UNUSED}, atol)
 
 
 def test_names_of_the_author_wrappers_and_patterns(folder: Path, tmp_path: Path) -> None:
-    """alpha_pattern is by the end of a layer's name, and the rank is that of the tensors."""
+    """alpha_pattern matches the end of a layer's name, and the tensors' shapes give the rank."""
     base = read_checkpoint(folder / "base.pth").weights
     expected, trained = weights_of(folder / "base.pth"), {}
     for number, (name, prefix) in enumerate(zip(NAMES, ("", "model.", "_orig_mod.module.", ""), strict=True)):
@@ -172,7 +171,7 @@ def test_an_embedding(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_lora_of_rwkv_peft_takes_alpha_by_option(folder: Path, tmp_path: Path) -> None:
-    """Its file may hold weights that were trained as a whole, too."""
+    """The file may also hold whole weights that were trained."""
     base = read_checkpoint(folder / "base.pth")
     expected, trained = weights_of(folder / "base.pth"), {"blocks.1.att.x_r": random(*base.weights["blocks.1.att.x_r"].shape)}
     for name in NAMES:
@@ -213,7 +212,7 @@ def test_pissa_of_rwkv_peft_has_its_beginning_beside_it(folder: Path, tmp_path: 
 
 @pytest.mark.parametrize("name", ["disha", "bone"])
 def test_miss_of_rwkv_peft(folder: Path, tmp_path: Path, name: str) -> None:
-    """In its bat form a block is for a column of blocks."""
+    """In RWKV-PEFT's bone, unlike PEFT's bat, M[j] belongs to a column of W's blocks."""
     base = read_checkpoint(folder / "base.pth")
     expected = weights_of(folder / "base.pth")
     W = expected["blocks.2.ffn.value.weight"]
@@ -233,31 +232,31 @@ def test_miss_of_rwkv_peft(folder: Path, tmp_path: Path, name: str) -> None:
 # Refused by name
 
 
-@pytest.mark.parametrize(("described", "said"), [
+@pytest.mark.parametrize(("described", "word"), [
     ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"peft_type": "IA3"}, "IA3"), ({"peft_type": "ADALORA"}, "ADALORA"),
     ({"init_lora_weights": "olora"}, "olora"), ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
     ({"init_lora_weights": "corda"}, "corda"), ({"fan_in_fan_out": True}, "fan_in_fan_out"), ({"bias": "all"}, "bias"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"), ({"trainable_token_indices": [1]}, "trainable_token_indices"),
     ({"use_dora": True}, "lora_magnitude_vector"), ({"lora_alpha": None}, "lora_alpha"), ({"lora_alpha": "x"}, "lora_alpha")])
-def test_what_is_not_merged_is_refused_by_name(folder: Path, tmp_path: Path, described: dict[str, Any], said: str) -> None:
+def test_what_is_not_merged_is_refused_by_name(folder: Path, tmp_path: Path, described: dict[str, Any], word: str) -> None:
     parts, _ = lora(torch.zeros(C, C).double(), 1.0)
     trained = {f"base_model.model.blocks.0.att.key.{part}": tensor for part, tensor in parts.items()}
     adapter = write_peft(tmp_path / "adapter", trained, **described)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=word):
         with_adapter(read_checkpoint(folder / "base.pth"), adapter)
 
 
-@pytest.mark.parametrize(("name", "shape", "said"), [
+@pytest.mark.parametrize(("name", "shape", "word"), [
     ("blocks.9.att.key.lora_A", (R, C), "blocks.9.att.key"), ("blocks.0.att.key.lora_A", (R, C + 1), "different model"),
     ("blocks.0.att.key.lora_A", (R + 1, C), "do not match"), ("blocks.0.att.gate.lora_A", (R, C), "blocks.0.att.gate"),
     ("blocks.0.att.key.modules_to_save", (C, C), "modules_to_save")])
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path, name: str, shape: tuple[int, ...],
-                                                said: str) -> None:
+                                                word: str) -> None:
     trained = {f"base_model.model.{name}.weight": random(*shape)}
     if name.endswith("lora_A"):
         trained[f"base_model.model.{name.replace('lora_A', 'lora_B')}.weight"] = random(C, R)
     adapter = write_peft(tmp_path / "adapter", trained)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=word):
         with_adapter(read_checkpoint(folder / "base.pth"), adapter)
 
 
@@ -287,16 +286,16 @@ def test_peft_s_own_adapters_are_merged_as_peft_does(folder: Path, tmp_path: Pat
     kinds = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert len(kinds) == 8
     for kind in kinds:
-        found = with_adapter(read_checkpoint(folder / "base.pth"), tmp_path / kind)
-        assert len(found.unadapted) == 9, kind
+        actual = with_adapter(read_checkpoint(folder / "base.pth"), tmp_path / kind)
+        assert len(actual.unadapted) == 9, kind
         for name, weight in torch.load(tmp_path / f"{kind}.pth", weights_only=True).items():
-            torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=2e-4 if kind == "pissa" else 1e-6, msg=kind)
+            torch.testing.assert_close(actual.weights[name], weight, rtol=0, atol=2e-4 if kind == "pissa" else 1e-6, msg=kind)
 
 
 @pytest.mark.programs
 def test_programs_and_the_server_take_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                capsys: pytest.CaptureFixture[str]) -> None:
-    """generate says what was merged; adapters= stand beside the checkpoint, and their digest depends on alpha."""
+    """Programs report the merged adapter. lora_alpha changes the digest of RWKV-PEFT's adapter, but not that of PEFT's."""
     monkeypatch.chdir(tmp_path)
     model = small_model(generation="rwkv7", vocab_size=256)
     model.save_pretrained("base.safetensors", ByteTokenizer())
@@ -305,18 +304,18 @@ def test_programs_and_the_server_take_adapters(tmp_path: Path, monkeypatch: pyte
     write_peft(tmp_path / "peft", {f"base_model.model.head.{part}": 9 * tensor for part, tensor in parts.items()}, lora_alpha=2,
                base_model_name_or_path="base.safetensors")
     run = caller(monkeypatch, capsys)
-    asked = ("prompt=a", "max_new_tokens=8", "temperature=0", "kernel=reference", "tokenizer=byte")
+    request = ("prompt=a", "max_new_tokens=8", "temperature=0", "kernel=reference", "tokenizer=byte")
     texts = []
     for options in (("checkpoint=base.safetensors",), ("checkpoint=base.safetensors", "lora=rwkv-0.pth", "lora_alpha=2"),
                     ("checkpoint=base.safetensors", "lora=peft"), ("checkpoint=peft",)):
-        status, output, error = run("generate", *options, *asked)
+        status, output, error = run("generate", *options, *request)
         assert status == 0, error
         assert ("adapter: LoRA of " in error) == (options[0].endswith("peft") or len(options) > 1)
         texts.append(output)
     assert texts[0] != texts[1] == texts[2] == texts[3]
-    one_sentence(run("generate", "checkpoint=base.safetensors", "lora=rwkv-0.pth", *asked), "lora_alpha=32")
-    one_sentence(run("generate", "checkpoint=base.safetensors", "lora_alpha=2", *asked), "lora=")
-    one_sentence(run("generate", "checkpoint=base.safetensors", "lora=nowhere.pth", *asked), "nowhere.pth")
+    one_sentence(run("generate", "checkpoint=base.safetensors", "lora=rwkv-0.pth", *request), "lora_alpha=32")
+    one_sentence(run("generate", "checkpoint=base.safetensors", "lora_alpha=2", *request), "lora=")
+    one_sentence(run("generate", "checkpoint=base.safetensors", "lora=nowhere.pth", *request), "nowhere.pth")
     digests = []
     for alpha in (2.0, 3.0):
         config = ServeConfig(checkpoint="base.safetensors", adapters=["one=rwkv-0.pth,two=peft"], lora_alpha=alpha)

@@ -1,5 +1,5 @@
-"""What people have in their hands: files with wrappers in names, directories with several weights, configurations of other
-models, and files that are no weights. Each is read, or refused by a sentence that says what it is."""
+"""Tests files of other programs: wrappers in names, directories with several weights, configurations of other models, and
+files without weights. Each is read, or refused with a sentence that says what it is."""
 
 import json
 import re
@@ -62,19 +62,19 @@ WRAPPED: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("generation", SIZES)
-@pytest.mark.parametrize("renamed", WRAPPED.values(), ids=WRAPPED)
+@pytest.mark.parametrize("rename", WRAPPED.values(), ids=WRAPPED)
 def test_wrappers_in_names_are_taken_off(models: dict[str, RWKV], tmp_path: Path, generation: str,
-                                         renamed: Callable[[str], str]) -> None:
-    weights = {renamed(name): weight for name, weight in models[generation].state_dict().items()}
+                                         rename: Callable[[str], str]) -> None:
+    weights = {rename(name): weight for name, weight in models[generation].state_dict().items()}
     torch.save(weights, tmp_path / "model.pth")
     assert_same(tmp_path / "model.pth", models[generation])
 
 
-@pytest.mark.parametrize("renamed", [WRAPPED["compiled"], WRAPPED["data parallel"]])
-def test_wrappers_in_the_names_of_a_directory(model: RWKV, tmp_path: Path, renamed: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("rename", [WRAPPED["compiled"], WRAPPED["data parallel"]])
+def test_wrappers_in_the_names_of_a_directory(model: RWKV, tmp_path: Path, rename: Callable[[str], str]) -> None:
     model.save_pretrained(tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
-    save_file({renamed(name): weight for name, weight in weights.items()}, tmp_path / "model" / "model.safetensors")
+    save_file({rename(name): weight for name, weight in weights.items()}, tmp_path / "model" / "model.safetensors")
     assert_same(tmp_path / "model", model)
 
 
@@ -112,25 +112,25 @@ def test_float64_is_read_in_float32(model: RWKV, tmp_path: Path, format: str) ->
     assert_same(tmp_path / "again.pth", model)
 
 
-# What is no weights
+# Files without weights
 
 
-@pytest.mark.parametrize(("content", "said"), [
+@pytest.mark.parametrize(("content", "words"), [
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 381\n", "Git LFS"),
     (b"# xet version 0\n", "Xet"), (b"<!DOCTYPE html>\n<html><body>Not Found</body>", "web page"),
     (b"Entry not found, and more of such text\n", "text"), (b'{"error": "Repository not found"}', "text"),
     (b"\x1f\x8b\x08" + bytes(20), "gzip"), (b"7z\xbc\xaf\x27\x1c" + bytes(20), "7z")])
 @pytest.mark.parametrize("name", ["model.pth", "model.safetensors", "model.gguf", "model.ckpt", "model.bin"])
-def test_what_stands_for_a_file_is_named(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+def test_what_stands_for_a_file_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)
-    not_damaged(tmp_path / name, said)
+    refuses_undamaged(tmp_path / name, words)
 
 
 @pytest.mark.parametrize("part", ["model.safetensors", "config.json"])
 def test_a_pointer_in_a_directory_is_named(model: RWKV, tmp_path: Path, part: str) -> None:
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / part).write_text("version https://git-lfs.github.com/spec/v1\n")
-    not_damaged(tmp_path / "model", part, "Git LFS")
+    refuses_undamaged(tmp_path / "model", part, "Git LFS")
 
 
 def as_state(model: RWKV) -> Weights:
@@ -153,67 +153,67 @@ def saved_state(model: RWKV) -> Weights:
     return {"logits": torch.zeros(1, 40)} | model.empty_state(1).named()
 
 
-@pytest.mark.parametrize(("content", "said"), [(as_state, "adapters="), (as_lora, "adapters="), (as_peft, "adapters="),
-                                               (unmerged, "LoRA"), (saved_state, "state=")])
+@pytest.mark.parametrize(("content", "words"), [(as_state, "adapters="), (as_lora, "adapters="), (as_peft, "adapters="),
+                                                (unmerged, "LoRA"), (saved_state, "state=")])
 def test_a_state_or_an_adapter_says_which_option_takes_it(model: RWKV, tmp_path: Path, content: Callable[[RWKV], Weights],
-                                                          said: str) -> None:
+                                                          words: str) -> None:
     torch.save(content(model), tmp_path / "file.pth")
     save_file({name: tensor.contiguous() for name, tensor in content(model).items()}, tmp_path / "file.safetensors")
     for path in tmp_path.iterdir():
-        not_damaged(path, said)
+        refuses_undamaged(path, words)
 
 
 def test_other_files_say_what_they_are(model: RWKV, tmp_path: Path) -> None:
     torch.save(model, tmp_path / "whole.pth")
-    not_damaged(tmp_path / "whole.pth", "objects of", "state_dict()")
+    refuses_undamaged(tmp_path / "whole.pth", "objects of", "state_dict()")
     torch.save({"model": model.state_dict(), "args": Namespace(lr=1)}, tmp_path / "args.pth")
-    not_damaged(tmp_path / "args.pth", "argparse.Namespace")
+    refuses_undamaged(tmp_path / "args.pth", "argparse.Namespace")
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.writestr("model.pth", b"x")
-    not_damaged(tmp_path / "archive.zip", "unpack")
+    refuses_undamaged(tmp_path / "archive.zip", "unpack")
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:         # what torch.jit.save writes
         for name in ("data.pkl", "code/__torch__.py", "constants.pkl", "version"):
             archive.writestr(f"script/{name}", b"x")
-    not_damaged(tmp_path / "script.pt", "TorchScript")
+    refuses_undamaged(tmp_path / "script.pt", "TorchScript")
     torch.save(model, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    not_damaged(tmp_path / "old.pth", "state_dict()")
+    refuses_undamaged(tmp_path / "old.pth", "state_dict()")
     save_file({}, tmp_path / "nothing.safetensors")
-    not_damaged(tmp_path / "nothing.safetensors", "contains nothing")
+    refuses_undamaged(tmp_path / "nothing.safetensors", "contains nothing")
     save_file({"ids": torch.zeros(3, dtype=torch.int64)}, tmp_path / "ids.safetensors")
-    not_damaged(tmp_path / "ids.safetensors", "got I64")
+    refuses_undamaged(tmp_path / "ids.safetensors", "got I64")
     np.savez(tmp_path / "arrays.npz", a=np.zeros(3))
-    not_damaged(tmp_path / "arrays.npz", "unpack")
+    refuses_undamaged(tmp_path / "arrays.npz", "unpack")
     np.save(tmp_path / "array.npy", np.zeros(3))
-    for name, content, said in (("array.safetensors", (tmp_path / "array.npy").read_bytes(), "NUMPY"),
-                                ("empty.safetensors", b"", "empty (0 bytes)"), ("model.onnx", ONNX, "pytorch"),
-                                ("early.gguf", b"GGUF" + bytes([1, 0, 0, 0]) + bytes(60), "got 1"),
-                                ("big.gguf", b"GGUF" + bytes([0, 0, 0, 3]) + bytes(60), "big-endian"),
-                                ("page.pth", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "text")):
+    for name, content, words in (("array.safetensors", (tmp_path / "array.npy").read_bytes(), "NUMPY"),
+                                 ("empty.safetensors", b"", "empty (0 bytes)"), ("model.onnx", ONNX, "pytorch"),
+                                 ("early.gguf", b"GGUF" + bytes([1, 0, 0, 0]) + bytes(60), "got 1"),
+                                 ("big.gguf", b"GGUF" + bytes([0, 0, 0, 3]) + bytes(60), "big-endian"),
+                                 ("page.pth", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "text")):
         (tmp_path / name).write_bytes(content)
-        not_damaged(tmp_path / name, said)
+        refuses_undamaged(tmp_path / name, words)
     torch.save([1, 2], tmp_path / "list.pth")
-    not_damaged(tmp_path / "list.pth", "list")
+    refuses_undamaged(tmp_path / "list.pth", "list")
     torch.save({"a.weight": torch.zeros(2, 2)}, tmp_path / "other.pth")
-    not_damaged(tmp_path / "other.pth", "a.weight")
+    refuses_undamaged(tmp_path / "other.pth", "a.weight")
 
 
-def not_damaged(path: Path, *said: str) -> None:
+def refuses_undamaged(path: Path, *words: str) -> None:
     with pytest.raises(CheckpointError) as error:
         read_checkpoint(path)
     assert "damaged" not in str(error.value)
-    refuses(path, *said)
+    refuses(path, *words)
 
 
 # Several weights in one place
 
 
-def directory(model: RWKV, path: Path) -> Path:
+def save_directory(model: RWKV, path: Path) -> Path:
     model.save_pretrained(path)
     return path
 
 
 def shard(folder: Path, stem: str = "model", suffix: str = ".safetensors", change: float = 0) -> None:
-    """Adds the weights once more, in two shards with an index."""
+    """Adds a second copy of the weights, in two shards with an index."""
     weights = {name: weight + change for name, weight in load_file(folder / "model.safetensors").items()}
     names = sorted(weights)
     places = {name: f"{stem}-0000{1 + (i % 2)}-of-00002{suffix}" for i, name in enumerate(names)}
@@ -228,42 +228,42 @@ def shard(folder: Path, stem: str = "model", suffix: str = ".safetensors", chang
 
 @pytest.mark.parametrize(("stem", "suffix"), [("model", ".safetensors"), ("pytorch_model", ".bin")])
 def test_the_same_weights_twice_are_read_and_others_refused(model: RWKV, tmp_path: Path, stem: str, suffix: str) -> None:
-    folder = directory(model, tmp_path / "model")
+    folder = save_directory(model, tmp_path / "model")
     shard(folder, stem, suffix)
     assert_same(folder, model)
     shard(folder, stem, suffix, change=0.001)
-    not_damaged(folder, "model.safetensors", f"{stem}{suffix}.index.json", "differ")
+    refuses_undamaged(folder, "model.safetensors", f"{stem}{suffix}.index.json", "differ")
 
 
 def test_bin_beside_safetensors(model: RWKV, tmp_path: Path) -> None:
-    folder = directory(model, tmp_path / "model")
+    folder = save_directory(model, tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     torch.save({name: weight.bfloat16() for name, weight in weights.items()}, folder / "pytorch_model.bin")
     assert_same(folder, model)           # the same numbers, rounded
     torch.save({name: weight * 1.001 for name, weight in weights.items()}, folder / "pytorch_model.bin")
-    not_damaged(folder, "pytorch_model.bin", "differ")
+    refuses_undamaged(folder, "pytorch_model.bin", "differ")
 
 
 def test_an_index_without_its_shards(model: RWKV, tmp_path: Path) -> None:
-    folder = directory(model, tmp_path / "model")
+    folder = save_directory(model, tmp_path / "model")
     shard(folder)
     for file in folder.glob("model-*"):
         file.unlink()
-    not_damaged(folder, "model.safetensors.index.json", "without the shards")
+    refuses_undamaged(folder, "model.safetensors.index.json", "without the shards")
     (folder / "model.safetensors.index.json").rename(folder / "pytorch_model.bin.index.json")
-    assert_same(folder, model)           # a download of *.safetensors and *.json brings it
+    assert_same(folder, model)           # a download of *.safetensors and *.json leaves this index
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     refuses(folder, "lacks the shard")
     (folder / "pytorch_model.bin.index.json").unlink()
-    not_damaged(folder, "other.safetensors")
+    refuses_undamaged(folder, "other.safetensors")
 
 
 def test_an_adapter_beside_weights_is_ambiguous(model: RWKV, tmp_path: Path) -> None:
-    folder = directory(model, tmp_path / "model")
+    folder = save_directory(model, tmp_path / "model")
     (folder / "adapter_config.json").write_text("{}")
-    not_damaged(folder, "adapter")
+    refuses_undamaged(folder, "adapter")
     (folder / "config.json").unlink()
-    not_damaged(folder, "LoRA adapter", "checkpoint=")
+    refuses_undamaged(folder, "LoRA adapter", "checkpoint=")
 
 
 def test_the_adapter_of_a_run_names_the_run(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_the_adapter_of_a_run_names_the_run(tmp_path: Path) -> None:
     (adapter / "adapter_config.json").write_text("{}")
     (tmp_path / "run/checkpoints").mkdir()
     (tmp_path / "run/checkpoints/last.ckpt").touch()
-    not_damaged(adapter, "LoRA adapter", str(tmp_path / "run"))
+    refuses_undamaged(adapter, "LoRA adapter", str(tmp_path / "run"))
 
 
 def test_a_folder_with_one_file_is_that_file_and_with_two_neither(model: RWKV, tmp_path: Path) -> None:
@@ -282,14 +282,14 @@ def test_a_folder_with_one_file_is_that_file_and_with_two_neither(model: RWKV, t
     model.save_pretrained(folder / "one.pth")
     assert_same(folder, model)
     model.save_pretrained(folder / "two.safetensors")
-    not_damaged(folder, "one.pth, two.safetensors")
+    refuses_undamaged(folder, "one.pth, two.safetensors")
 
 
 # Configurations
 
 
-def with_config(model: RWKV, folder: Path, **keys: Any) -> Path:
-    path = directory(model, folder) / "config.json"
+def save_with_config(model: RWKV, folder: Path, **keys: Any) -> Path:
+    path = save_directory(model, folder) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     return folder
 
@@ -304,13 +304,14 @@ REFUSED: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("key", "value"), REFUSED)
 def test_a_key_that_changes_what_is_computed_is_refused(model: RWKV, tmp_path: Path, key: str, value: Any) -> None:
-    refuses(with_config(model, tmp_path / "model", **{key: value}), "RWKV-6" if key == "architecture_version" else "")
-    not_damaged(tmp_path / "model", "RWKV-6" if key == "architecture_version" else key if key in ("hidden_act", "attn") else "")
+    refuses(save_with_config(model, tmp_path / "model", **{key: value}), "RWKV-6" if key == "architecture_version" else "")
+    refuses_undamaged(tmp_path / "model",
+                      "RWKV-6" if key == "architecture_version" else key if key in ("hidden_act", "attn") else "")
 
 
 @pytest.mark.parametrize("key", ["hidden_act", "layer_norm_epsilon", "quantization_config"])
 def test_rwkv_4_has_the_same_rule(models: dict[str, RWKV], tmp_path: Path, key: str) -> None:
-    not_damaged(with_config(models["rwkv4"], tmp_path / "model", **{key: "gelu"}), key)
+    refuses_undamaged(save_with_config(models["rwkv4"], tmp_path / "model", **{key: "gelu"}), key)
 
 
 @pytest.mark.parametrize("keys", [
@@ -318,11 +319,11 @@ def test_rwkv_4_has_the_same_rule(models: dict[str, RWKV], tmp_path: Path, key: 
     {"layer_types": ["linear_attention"] * 2, "fuse_norm": True, "attn_mode": "fused_recurrent", "hidden_ratio": 4.0},
     {"norm_eps": 0.00001, "bos_token_id": 1, "hidden_dropout": 0.1, "transformers_version": "5.0", "rope_scaling": None}])
 def test_keys_that_change_nothing_are_silent(model: RWKV, tmp_path: Path, keys: dict[str, Any]) -> None:
-    assert read_checkpoint(with_config(model, tmp_path / "model", **keys)).notes == []
+    assert read_checkpoint(save_with_config(model, tmp_path / "model", **keys)).notes == []
 
 
 def test_an_unknown_key_is_reported(model: RWKV, tmp_path: Path) -> None:
-    folder = with_config(model, tmp_path / "model", mix_scale=0.5, nothing=None)
+    folder = save_with_config(model, tmp_path / "model", mix_scale=0.5, nothing=None)
     (note,) = read_checkpoint(folder).notes
     assert "mix_scale" in note
     assert "nothing" not in note
@@ -332,19 +333,19 @@ def test_an_unknown_key_is_reported(model: RWKV, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_tied_head_beside_another_head(model: RWKV, tmp_path: Path, differs: bool) -> None:
-    folder = with_config(model, tmp_path / "model", tie_word_embeddings=True)
+    folder = save_with_config(model, tmp_path / "model", tie_word_embeddings=True)
     weights = load_file(folder / "model.safetensors")
     if not differs:
         weights["lm_head.weight"] = weights["model.embeddings.weight"].clone()
     save_file(weights, folder / "model.safetensors")
     if differs:
-        not_damaged(folder, "tie_word_embeddings")
+        refuses_undamaged(folder, "tie_word_embeddings")
     else:
         loaded = RWKV.from_pretrained(folder, "reference")
         assert torch.equal(loaded.head.weight, loaded.emb.weight)
 
 
-def changed_gguf(model: RWKV, folder: Path, key: str, value: Any, kind: Any) -> Path:
+def save_gguf_with_key(model: RWKV, folder: Path, key: str, value: Any, kind: Any) -> Path:
     model.save_pretrained(folder / "plain.gguf")
     rewrite(folder / "plain.gguf", folder / "model.gguf", key, value, kind)
     return folder / "model.gguf"
@@ -355,7 +356,7 @@ def changed_gguf(model: RWKV, folder: Path, key: str, value: Any, kind: Any) -> 
     ("attention.group_norm_epsilon", 1e-5), ("expert_count", 8)])
 def test_a_key_of_gguf_that_changes_what_is_computed_is_refused(model: RWKV, tmp_path: Path, key: str, value: Any) -> None:
     kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
-    not_damaged(changed_gguf(model, tmp_path, f"rwkv7.{key}", value, kind), key)
+    refuses_undamaged(save_gguf_with_key(model, tmp_path, f"rwkv7.{key}", value, kind), key)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""From every format to every format: names, shapes, bits, and agreement with the formats' own libraries and documents."""
+"""Tests conversion between all formats, and agreement with the formats' own libraries and documents."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def model() -> RWKV:
 
 @pytest.fixture(scope="module")
 def models(model: RWKV) -> dict[str, RWKV]:
-    """One model of each architecture."""
+    """Returns one model of each architecture."""
     return {"rwkv4": model, "rwkv7": small_model("reference", generation="rwkv7", n_ffn=24, **SIZES["rwkv7"])}
 
 
@@ -78,13 +78,13 @@ def test_from_every_format_to_every_format_to_the_bit(models: dict[str, RWKV], t
         if target in OFFICIAL:
             assert same_tensors(first.weights, second.weights)
         else:
-            kept = [name for name in first.weights if name not in model.generation.UNUSED]
-            assert all(stored_alike(target, name, first.weights[name], second.weights[name]) for name in kept)
+            common = [name for name in first.weights if name not in model.generation.UNUSED]
+            assert all(same_stored_tensor(target, name, first.weights[name], second.weights[name]) for name in common)
         assert same_tensors(read_checkpoint(tmp_path / target / NAMES["pth"]).weights, second.weights)
 
 
-def stored_alike(format: str, name: str, one: Tensor, other: Tensor) -> bool:
-    """Bit-identical tensors, except that ggmf and GGUF store vectors in float32, and ggmf's decays are rounded once."""
+def same_stored_tensor(format: str, name: str, one: Tensor, other: Tensor) -> bool:
+    """Returns True if two tensors are bit-identical, but for vectors in float32 (ggmf, GGUF) and rounded decays (ggmf)."""
     if format == "ggmf" and name.endswith("time_decay"):
         return torch.equal(ggmf.stored_decay(one.float()), ggmf.stored_decay(other.float()))
     widened = format in ("ggmf", "gguf") and other.dtype == torch.float32
@@ -108,8 +108,9 @@ def test_a_loaded_model_computes_the_same(models: dict[str, RWKV], tmp_path: Pat
 def test_tokenizer_and_configuration_travel(tmp_path: Path, tokenizer: Any, name: str) -> None:
     model = small_model("reference", tokenizer.vocab_size)
     model.save_pretrained(tmp_path / name, tokenizer)
-    read = read_checkpoint(tmp_path / name)
-    assert (read.config, read.tokenizer, read.tokenizer_hash) == (model.config, tokenizer.to_dict(), tokenizer.hash)
+    checkpoint = read_checkpoint(tmp_path / name)
+    actual = checkpoint.config, checkpoint.tokenizer, checkpoint.tokenizer_hash
+    assert actual == (model.config, tokenizer.to_dict(), tokenizer.hash)
 
 
 @pytest.mark.parametrize(("names", "end"), [(["<|endoftext|>"], 0), (["<pad>", "<|endoftext|>"], 1), (["</s>"], 0)], ids=str)
@@ -118,14 +119,14 @@ def test_a_directory_names_the_token_that_ends_a_text(tmp_path: Path, names: lis
     library.train_from_iterator(["some text"], tokenizers.trainers.BpeTrainer(special_tokens=names, show_progress=False))
     tokenizer = JsonTokenizer(library.to_str())
     small_model("reference", tokenizer.vocab_size).save_pretrained(tmp_path / "model", tokenizer)
-    config, of_tokenizer = (json.loads((tmp_path / "model" / name).read_text())
-                            for name in ("config.json", "tokenizer_config.json"))
+    config, tokenizer_config = (json.loads((tmp_path / "model" / name).read_text())
+                                for name in ("config.json", "tokenizer_config.json"))
     assert config["eos_token_id"] == config["bos_token_id"] == tokenizer.end_of_text == end
-    assert of_tokenizer["eos_token"] == of_tokenizer["bos_token"] == names[end]
+    assert tokenizer_config["eos_token"] == tokenizer_config["bos_token"] == names[end]
 
 
 STATED: list[tuple[dict[str, Any], tuple[int, ...]]] = [
-    ({}, (2,)),                                          # </s>, the only known name
+    ({}, (2,)),                                          # </s> is the only known name
     ({"tokenizer_config.json": {"eos_token": "<s>"}}, (1,)),
     ({"tokenizer_config.json": {"eos_token": {"content": "<s>"}}, "special_tokens_map.json": {"eos_token": "</s>"}}, (1,)),
     ({"special_tokens_map.json": {"eos_token": "<s>"}}, (1,)),
@@ -133,21 +134,21 @@ STATED: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"config.json": {"eos_token_id": [1, 2]}}, (1, 2)),
     ({"generation_config.json": {"eos_token_id": [2, 1]}, "config.json": {"eos_token_id": 0}}, (2, 1)),
     ({"generation_config.json": {"eos_token_id": None}, "config.json": {"eos_token_id": 1}}, (1,)),
-    ({"config.json": {"eos_token_id": 9}}, (2,)),        # a byte: what a configuration class has by default
+    ({"config.json": {"eos_token_id": 9}}, (2,)),        # a byte's id, as configuration classes have by default
     ({"config.json": {"eos_token_id": 10 ** 6}, "tokenizer_config.json": {"eos_token": "<none>"}}, (2,)),
     ({"config.json": {"eos_token_id": True}, "generation_config.json": {"eos_token_id": "2"}}, (2,))]
 
 
-@pytest.mark.parametrize(("stated", "ends"), [pytest.param(*each, marks=[pytest.mark.thorough] * (number % 2), id=str(each))
-                                              for number, each in enumerate(STATED)])
-def test_a_directory_says_what_ends_a_text(tmp_path: Path, stated: dict[str, Any], ends: tuple[int, ...]) -> None:
-    """In the order of transformers; a conversion writes it back, and a list too."""
+@pytest.mark.parametrize(("declared", "ends"), [pytest.param(*each, marks=[pytest.mark.thorough] * (number % 2), id=str(each))
+                                                for number, each in enumerate(STATED)])
+def test_a_directory_says_what_ends_a_text(tmp_path: Path, declared: dict[str, Any], ends: tuple[int, ...]) -> None:
+    """The files have the precedence that transformers gives them. A conversion keeps one end token or a list."""
     folder = tmp_path / "model"
     vocab_size = JsonTokenizer(sentencepiece_bpe()).vocab_size
     small_model("reference", vocab_size).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     del config["eos_token_id"]
-    for name, content in ({"config.json": {}} | stated).items():
+    for name, content in ({"config.json": {}} | declared).items():
         (folder / name).write_text(json.dumps((config if name == "config.json" else {}) | content))
     (folder / "tokenizer.json").write_text(sentencepiece_bpe())
     tokenizer = tokenizer_of(read_checkpoint(folder))
@@ -156,8 +157,8 @@ def test_a_directory_says_what_ends_a_text(tmp_path: Path, stated: dict[str, Any
         convert.convert(folder, tmp_path / name)
         again = tokenizer_of(read_checkpoint(tmp_path / name))
         assert (again.ends, again.hash) == (ends, tokenizer.hash)
-    written = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert written["eos_token_id"] == (list(ends) if len(ends) > 1 else ends[0])
+    new_config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert new_config["eos_token_id"] == (list(ends) if len(ends) > 1 else ends[0])
     assert tokenizer_of(read_checkpoint(folder), str(folder / "tokenizer.json")).ends == ends
     assert tokenizer_of(read_checkpoint(folder), end_of_text="<s>").ends == (1,)
 
@@ -210,8 +211,8 @@ def test_a_prefix_is_taken_off(model: RWKV, tmp_path: Path, prefix: str) -> None
 def test_a_foreign_lightning_checkpoint_is_read(model: RWKV, tmp_path: Path) -> None:
     content = {"state_dict": {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, "global_step": 7}
     torch.save(content, tmp_path / "model.ckpt")
-    read = read_checkpoint(tmp_path / "model.ckpt")
-    assert (read.step, read.tokenizer, read.vocab_size) == (7, None, 50)
+    checkpoint = read_checkpoint(tmp_path / "model.ckpt")
+    assert (checkpoint.step, checkpoint.tokenizer, checkpoint.vocab_size) == (7, None, 50)
 
 
 def test_a_flipped_bit_is_found_by_the_checksum(model: RWKV, tmp_path: Path) -> None:
@@ -242,12 +243,12 @@ def test_a_compressed_zip_is_refused(model: RWKV, tmp_path: Path) -> None:
 
 def test_safetensors_own_library_agrees(model: RWKV, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "ours.safetensors", dtype="float16")
-    read = read_checkpoint(tmp_path / "ours.safetensors").weights
+    weights = read_checkpoint(tmp_path / "ours.safetensors").weights
     theirs = load_file(tmp_path / "ours.safetensors")
-    assert theirs.keys() == set(read)
-    assert all(torch.equal(tensor, read[name]) for name, tensor in theirs.items())
+    assert theirs.keys() == set(weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in theirs.items())
     save_file(theirs, tmp_path / "theirs.safetensors")
-    assert same_tensors(read_checkpoint(tmp_path / "theirs.safetensors").weights, read)
+    assert same_tensors(read_checkpoint(tmp_path / "theirs.safetensors").weights, weights)
 
 
 def test_a_directory_has_the_names_and_the_configuration_of_transformers(model: RWKV, tmp_path: Path) -> None:
@@ -285,18 +286,18 @@ def test_a_bin_and_a_tied_head_are_read(model: RWKV, tmp_path: Path) -> None:
     assert torch.equal(read_checkpoint(tmp_path / "model").weights["head.weight"], model.emb.weight)
 
 
-@pytest.mark.parametrize(("generation", "change", "said"), [
+@pytest.mark.parametrize(("generation", "change", "part"), [
     ("rwkv4", {"model_type": "rwkv5"}, "RWKV-5"), ("rwkv4", {"model_type": "llama"}, "llama"),
     ("rwkv4", {"hidden_size": 17}, "n_embd=17"), ("rwkv4", {"vocab_size": 51}, "vocab_size=51"),
     ("rwkv4", {"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon"), ("rwkv7", {"norm_eps": 1e-3}, "norm_eps"),
     ("rwkv7", {"hidden_size": 64}, "n_embd=64"), ("rwkv7", {"v_low_rank_dim": 32}, "v_low_rank_dim=32"),
     ("rwkv7", {"model_type": "rwkv8"}, "RWKV-8")])
 def test_a_configuration_that_does_not_fit_is_refused(models: dict[str, RWKV], tmp_path: Path, generation: str,
-                                                      change: dict[str, Any], said: str) -> None:
+                                                      change: dict[str, Any], part: str) -> None:
     models[generation].save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    refuses(tmp_path / "model", said)
+    refuses(tmp_path / "model", part)
 
 
 # ggmf
@@ -327,7 +328,7 @@ def test_ggmf_comes_back_byte_for_byte(model: RWKV, tmp_path: Path, dtype: str) 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("low", "high"), [(-1, 1), (-5, 3), (-80, 80)])
 def test_a_decay_stored_comes_back_to_the_bit(low: float, high: float) -> None:
-    """A million of each: a plain logarithm is a rounding off for some hundreds of them."""
+    """Tests a million values, because a plain logarithm is off by one rounding for some hundreds of them."""
     raw = torch.empty(1_000_000).uniform_(low, high, generator=torch.Generator().manual_seed(0))
     stored = ggmf.stored_decay(raw)
     back = ggmf.raw_decay(stored)
@@ -335,17 +336,17 @@ def test_a_decay_stored_comes_back_to_the_bit(low: float, high: float) -> None:
     assert bool(((back - raw).abs() < 1e-7 * raw.abs().clamp(1)).all())
 
 
-@pytest.mark.parametrize(("place", "value", "said"), [
+@pytest.mark.parametrize(("place", "value", "part"), [
     (4, 99, "99"), (20, 8, "Q5_1"), (24, 9, "header"), (36, 10 ** 9, "emb.weight"), (12, 17, "n_embd=17")])
-def test_a_ggmf_header_that_is_wrong_is_refused(model: RWKV, tmp_path: Path, place: int, value: int, said: str) -> None:
+def test_a_ggmf_header_that_is_wrong_is_refused(model: RWKV, tmp_path: Path, place: int, value: int, part: str) -> None:
     model.save_pretrained(tmp_path / "model.bin")
     content = bytearray((tmp_path / "model.bin").read_bytes())
     content[place:place + 4] = struct.pack("=i", value)
     (tmp_path / "model.bin").write_bytes(content)
-    refuses(tmp_path / "model.bin", said)
+    refuses(tmp_path / "model.bin", part)
 
 
-# What other versions are called, and what no weight may be
+# Other versions, and weights that are refused
 
 
 @pytest.mark.parametrize(("version", "name"), [
@@ -358,7 +359,7 @@ def test_a_ggmf_header_that_is_wrong_is_refused(model: RWKV, tmp_path: Path, pla
 def test_other_versions_and_extensions_are_refused_by_name(models: dict[str, RWKV], tmp_path: Path, save: Callable[..., None],
                                                            version: str, name: str) -> None:
     weights = {"emb.weight": torch.zeros(5, 4)}
-    if version.endswith(" "):            # of RWKV-7, with all of its tensors and another part, which is supported
+    if version.endswith(" "):            # an extension of RWKV-7: all of its tensors, deep embeddings and one more
         weights = {**models["rwkv7"].state_dict(), "blocks.0.ffn.s_emb.weight": torch.zeros(3)}
     save({**weights, name: torch.zeros(4)}, tmp_path / "other.pth")
     refuses(tmp_path / "other.pth", version, "RWKV-4 and RWKV-7")
@@ -412,7 +413,7 @@ def test_a_save_that_fails_leaves_what_was_there(models: dict[str, RWKV], tmp_pa
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     broken = checkpoint_of(model.state_dict())
     broken.weights.stored["head.weight"] = replace(broken.weights.stored["head.weight"], data=disk_full)
-    with pytest.raises(OSError):         # noqa: PT011  of a full disk, below
+    with pytest.raises(OSError):         # noqa: PT011  `disk_full` raises this one
         write_checkpoint(broken, tmp_path / name)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -475,7 +476,7 @@ def test_a_kill_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        for _ in range(10):                  # a file is whole while it is replaced, too
+        for _ in range(10):                  # a file is whole even while it is replaced
             assert read_checkpoint(paths[0]).vocab_size in (50, 60)
             time.sleep(0.005)
         os.kill(process.pid, signal.SIGKILL)
@@ -483,7 +484,7 @@ def test_a_kill_leaves_the_old_or_the_new(tmp_path: Path) -> None:
 
 
 def test_weights_in_use_are_not_given_back(tmp_path: Path) -> None:
-    """A model that is the mapped file may change; the same file read into another dtype after that leaves it as it is."""
+    """Loading a file in another dtype leaves the changes to a model whose weights are mapped from the same file."""
     small_model("reference", n_embd=64).save_pretrained(tmp_path / "model.pth")
     checkpoint = read_checkpoint(tmp_path / "model.pth")
     used = RWKV.from_checkpoint(checkpoint, select("wkv4", "reference"))
@@ -501,7 +502,7 @@ def test_weights_in_use_are_not_given_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("name", ["model.pth", "model.safetensors"])
 def test_a_model_that_is_not_mapped_outlives_its_file(tmp_path: Path, name: str, dtype: str) -> None:
-    """The file is overwritten in place, as cp does."""
+    """The test overwrites the file in place, as cp does."""
     path = tmp_path / name
     small_model("reference", n_embd=64).save_pretrained(path)
     loaded = RWKV.from_pretrained(path, "reference", dtype=dtype, mmap=False)

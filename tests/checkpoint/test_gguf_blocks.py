@@ -1,4 +1,4 @@
-"""Models whose matrices are a GGUF file's blocks, in place: logits, memory, the choice of dtype, damage."""
+"""Tests models that use a GGUF file's blocks in place: logits, memory, the choice of dtype, and damage."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rwkv.model.rwkv7 import UNUSED
 from rwkv.pretrained import RWKV, blocks_of, open_checkpoint, resolve_dtype
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-WIDTH = 256                              # of a block of the k-quants
+WIDTH = 256                              # the elements of a k-quant's block
 MIXED = ("Q4_K", "Q6_K", "Q5_K")         # as in Q4_K_M
 
 
@@ -40,7 +40,7 @@ def mixed(plain: Path) -> Path:
 
 
 def expected_logits(path: Path, ids: torch.Tensor) -> np.ndarray:
-    """Logits in float64, from weights that an independent reader dequantises."""
+    """Returns logits in float64, computed from weights that an independent reader dequantises."""
     return NumpyRWKV7(official_weights(path))(ids.numpy())[0]
 
 
@@ -48,7 +48,7 @@ def expected_logits(path: Path, ids: torch.Tensor) -> np.ndarray:
                                                    for name in BLOCKS if name != "q8_0")])
 @torch.no_grad()
 def test_logits_are_those_of_the_dequantised_weights(plain: Path, tmp_path: Path, kind: str | tuple[str, ...]) -> None:
-    """Of a prompt at once, in chunks and token by token, in C and in PyTorch, beside float64. Only k-quants round inputs."""
+    """A prompt read at once, in chunks or token by token has the logits of float64. k-quants alone round inputs."""
     path = rewritten(plain, tmp_path / "model.gguf", kind)
     model = RWKV.from_pretrained(path, "reference", dtype="blocks")
     ids = tokens(model, B=2, T=20)
@@ -65,7 +65,7 @@ def test_logits_are_those_of_the_dequantised_weights(plain: Path, tmp_path: Path
 
 @torch.no_grad()
 def test_every_matrix_is_read_in_the_file_s_own_bytes(mixed: Path) -> None:
-    """The step in C has no copy of a matrix or of the embedding."""
+    """Decoding in C copies neither a matrix nor the embedding."""
     model = RWKV.from_pretrained(mixed, "reference", dtype="blocks")
     linears = (BlockLinear, BlockEmbedding, nn.Linear, nn.Embedding)
     layers = [module for module in model.modules() if isinstance(module, linears)]
@@ -73,7 +73,7 @@ def test_every_matrix_is_read_in_the_file_s_own_bytes(mixed: Path) -> None:
     for layer in layers:
         assert isinstance(layer, (BlockLinear, BlockEmbedding))
         weight = layer.packed.weight
-        assert weight.untyped_storage().nbytes() == len(content)         # that of the mapping
+        assert weight.untyped_storage().nbytes() == len(content)         # the whole mapped file
         assert weight.numpy().tobytes() in content
     step = step_of(model)
     assert max(tensor.numel() for tensor in step.own_tensors) < WIDTH * WIDTH
@@ -103,39 +103,39 @@ def test_the_gradient_of_an_input_is_that_of_the_dequantised_weight(mixed: Path)
 
 
 def test_a_model_in_blocks_is_the_model_of_its_file(mixed: Path) -> None:
-    """States and caches are found by the fingerprint."""
+    """Fingerprints are equal, because states and caches are looked up by fingerprint."""
     models = [RWKV.from_pretrained(mixed, "reference", dtype=dtype) for dtype in ("blocks", "float32")]
     assert models[0].fingerprint() == models[1].fingerprint()
-    copied = RWKV.from_pretrained(mixed, "reference", dtype="blocks", mmap=False)
-    ids = tokens(copied)
+    unmapped = RWKV.from_pretrained(mixed, "reference", dtype="blocks", mmap=False)
+    ids = tokens(unmapped)
     with torch.no_grad():
-        assert torch.equal(copied(ids)[0], models[0](ids)[0])
+        assert torch.equal(unmapped(ids)[0], models[0](ids)[0])
     with pytest.raises(UserError, match="cannot be saved"):
         models[0].save_pretrained(mixed.with_name("again.gguf"))
 
 
 def test_auto_is_blocks_where_the_file_has_them(plain: Path, mixed: Path, tmp_path: Path) -> None:
-    def chosen(path: Path, dtype: str | None = None) -> tuple[str, list[str]]:
-        opened = open_checkpoint(SavedModelConfig(checkpoint=str(path), tokenizer="byte", device="cpu", dtype=dtype))
-        return opened.dtype, [text for label, text in opened.lines() if label == "dtype"]
+    def dtype_and_lines(path: Path, dtype: str | None = None) -> tuple[str, list[str]]:
+        checkpoint = open_checkpoint(SavedModelConfig(checkpoint=str(path), tokenizer="byte", device="cpu", dtype=dtype))
+        return checkpoint.dtype, [text for label, text in checkpoint.lines() if label == "dtype"]
 
     path = tmp_path / "byte.gguf"
     small_model("reference", 257, generation="rwkv7", n_embd=WIDTH, n_layer=1, head_size=64).save_pretrained(path)
-    assert chosen(path) == ("float32", [])
+    assert dtype_and_lines(path) == ("float32", [])
     quantised = rewritten(path, tmp_path / "quantised.gguf", MIXED)
     for dtype in (None, "auto"):
-        name, (line,) = chosen(quantised, dtype)
+        name, (line,) = dtype_and_lines(quantised, dtype)
         assert name == "blocks"
         assert all(kind in line for kind in MIXED)
-    assert chosen(quantised, "float32") == ("float32", [])
+    assert dtype_and_lines(quantised, "float32") == ("float32", [])
     others = rewritten(path, tmp_path / "others.gguf", "IQ4_XS")
-    assert chosen(others)[0] == "float32"
+    assert dtype_and_lines(others)[0] == "float32"
     with pytest.raises(UserError, match="Q8_0"):
-        chosen(others, "blocks")
+        dtype_and_lines(others, "blocks")
 
 
 def test_blocks_without_a_product_for_them_are_dequantised(plain: Path, tmp_path: Path) -> None:
-    """Beside others, which stay as they are; a matrix in half precision too."""
+    """Q4_K matrices stay blocks beside IQ4_XS matrices, which become nn.Linear."""
     path = rewritten(plain, tmp_path / "model.gguf", ("Q4_K", "IQ4_XS"))
     model = RWKV.from_pretrained(path, "reference", dtype="auto")
     kinds = {type(module) for module in model.modules() if isinstance(module, (nn.Linear, BlockLinear))}
@@ -168,15 +168,15 @@ def test_blocks_need_a_cpu(mixed: Path) -> None:
 
 
 def test_a_scale_that_is_not_finite_is_refused(mixed: Path, tmp_path: Path) -> None:
-    """In any block of any type, with the tensor's name, before the first token."""
+    """Loading fails before the first token, whichever matrix and whichever scale of a block is infinite."""
     infos = {tensor.name: tensor for tensor in gguf.GGUFReader(mixed).tensors}
     for name in ("token_embd.weight", "blk.1.channel_mix_key.weight", "output.weight"):
         info = infos[name]
         kind = BLOCKS[info.tensor_type.name.lower()]
         for half in kind.halves:
             content = bytearray(mixed.read_bytes())
-            at = int(info.data_offset) + int(info.n_bytes) - kind.bytes_per_block + half
-            content[at:at + 2] = np.float16("inf").tobytes()
+            offset = int(info.data_offset) + int(info.n_bytes) - kind.bytes_per_block + half
+            content[offset:offset + 2] = np.float16("inf").tobytes()
             path = tmp_path / "damaged.gguf"
             path.write_bytes(content)
             with pytest.raises(CheckpointError, match="not finite"):
@@ -184,7 +184,7 @@ def test_a_scale_that_is_not_finite_is_refused(mixed: Path, tmp_path: Path) -> N
 
 
 def test_adapters_are_merged_in_float32(mixed: Path) -> None:
-    """The matrices that they change are not the file's any more; all others are."""
+    """A changed matrix no longer uses the file's blocks, but all others do."""
     checkpoint = read_checkpoint(mixed)
     stored = checkpoint.weights.stored
     name = "blocks.0.att.key.weight"
@@ -218,9 +218,9 @@ def test_quantised_files_are_read_without_the_package(mixed: Path, monkeypatch: 
 
     theirs = official_weights(mixed)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    read = read_checkpoint(mixed).weights
+    ours = read_checkpoint(mixed).weights
     for name, weight in theirs.items():
         if name in UNUSED:
             continue
-        assert np.array_equal(read[name].numpy().reshape(weight.shape), weight), name
-    assert {tensor.blocks for tensor in read.stored.values()} - {None} == {name for name in KINDS.__members__ if name in MIXED}
+        assert np.array_equal(ours[name].numpy().reshape(weight.shape), weight), name
+    assert {tensor.blocks for tensor in ours.stored.values()} - {None} == {name for name in KINDS.__members__ if name in MIXED}

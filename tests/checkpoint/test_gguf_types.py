@@ -1,4 +1,4 @@
-"""Quantised GGUF files, read beside an independent reader and written: weights and logits."""
+"""Compares quantised GGUF files with an independent reader and writer: weights and logits."""
 
 import sys
 from pathlib import Path
@@ -18,24 +18,24 @@ from rwkv.model.rwkv7 import UNUSED
 from rwkv.pretrained import RWKV, requantisation_lines
 
 WRITTEN = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
-WIDTH = 256                              # of a block of the k-quants
+WIDTH = 256                              # the elements of a k-quant's block
 
 
 def model_of(head_size: int = 64, **sizes: int) -> RWKV:
-    chosen = {"n_embd": WIDTH, "n_layer": 2, "n_ffn": WIDTH, "head_size": head_size, **sizes}
-    return small_model("reference", generation="rwkv7", **chosen)
+    widths = {"n_embd": WIDTH, "n_layer": 2, "n_ffn": WIDTH, "head_size": head_size, **sizes}
+    return small_model("reference", generation="rwkv7", **widths)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of heads of 128: llama.cpp's group norm has the epsilon 64e-5 whatever the head, as the official code."""
+    """Returns a model with heads of 128, whose group norm has the epsilon 64e-5, as in llama.cpp and the official code."""
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     model_of(128).save_pretrained(path)
     return path
 
 
-def logits_beside(path: Path, ours: RWKV) -> tuple[np.ndarray, np.ndarray]:
-    """Ours, and those in float64 of the weights that an independent reader finds."""
+def actual_and_expected_logits(path: Path, ours: RWKV) -> tuple[np.ndarray, np.ndarray]:
+    """Returns logits of `ours`, and float64 logits from the weights that an independent reader dequantises."""
     ids = tokens(ours, B=1, T=12)
     with torch.no_grad():
         actual = ours(ids)[0].float().numpy()
@@ -46,27 +46,27 @@ def logits_beside(path: Path, ours: RWKV) -> tuple[np.ndarray, np.ndarray]:
     pytest.param(kind, marks=[] if kind in ("Q4_K", "Q6_K", "IQ4_XS") else pytest.mark.thorough) for kind in HALVES])
 def test_every_quantisation_is_read_as_by_an_independent_reader(plain: Path, tmp_path: Path, kind: str) -> None:
     path = rewritten(plain, tmp_path / "model.gguf", kind)
-    read, theirs = read_checkpoint(path).weights, official_weights(path)
-    assert set(read) == set(theirs)
-    for name, weight in read.items():
+    ours, theirs = read_checkpoint(path).weights, official_weights(path)
+    assert set(ours) == set(theirs)
+    for name, weight in ours.items():
         if name not in UNUSED:
             assert np.array_equal(weight.numpy().reshape(theirs[name].shape), theirs[name]), name
-    actual, expected = logits_beside(path, RWKV.from_pretrained(path, "reference"))
+    actual, expected = actual_and_expected_logits(path, RWKV.from_pretrained(path, "reference"))
     assert np.abs(actual - expected).max() < 2e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.05), ("int8", 0.06), ("int4", 0.4)])
 def test_a_quantised_file_runs_in_every_dtype(plain: Path, tmp_path: Path, dtype: str, error: float) -> None:
-    """error: of the logits, relative to their root mean square; int4 rounds Q6_K's numbers to its own a second time."""
+    """`error` bounds the logits' relative RMS error. int4 has the largest, because it rounds Q6_K's numbers a second time."""
     path = rewritten(plain, tmp_path / "model.gguf", "Q6_K")
-    actual, expected = logits_beside(path, RWKV.from_pretrained(path, "reference", dtype=dtype))
+    actual, expected = actual_and_expected_logits(path, RWKV.from_pretrained(path, "reference", dtype=dtype))
     assert 1e-4 < np.sqrt(((actual - expected) ** 2).mean() / (expected ** 2).mean()) < error
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_matrices_read_one_at_a_time_are_those_read_at_once(plain: Path, tmp_path: Path, dtype: str) -> None:
     path = rewritten(plain, tmp_path / "model.gguf", "Q4_K")
-    RWKV.from_pretrained(path, "reference").save_pretrained(tmp_path / "model.safetensors")        # which is mapped
+    RWKV.from_pretrained(path, "reference").save_pretrained(tmp_path / "model.safetensors")        # loading maps this file
     one, other = (RWKV.from_pretrained(file, "reference", dtype=dtype) for file in (path, tmp_path / "model.safetensors"))
     assert one.fingerprint() == other.fingerprint()
     with torch.no_grad():
@@ -74,13 +74,13 @@ def test_matrices_read_one_at_a_time_are_those_read_at_once(plain: Path, tmp_pat
 
 
 def test_a_type_that_the_package_cannot_dequantise_is_named(plain: Path, tmp_path: Path) -> None:
-    for number, said in ((15, "Q8_K"), (77, "type 77")):
+    for number, part in ((15, "Q8_K"), (77, "type 77")):
         path = tmp_path / f"{number}.gguf"
         content = plain.read_bytes()
         name = b"blk.1.channel_mix_key.weight"
         at = content.index(name) + len(name) + 4 + 16
         path.write_bytes(content[:at] + number.to_bytes(4, "little") + content[at + 4:])
-        refuses(path, name.decode(), said)
+        refuses(path, name.decode(), part)
 
 
 def test_without_the_package_quantised_files_alone_cannot_be_read(plain: Path, tmp_path: Path,
@@ -105,17 +105,17 @@ def test_written_blocks_are_the_packages(tmp_path: Path, dtype: str) -> None:
     model = model_of(n_ffn=80)
     path = tmp_path / "model.gguf"
     model.save_pretrained(path, dtype=dtype)
-    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     kind = KINDS[dtype.upper()]
     own = model.state_dict()
     for theirs, name in {"token_embd.weight": "emb.weight", "blk.1.time_mix_key.weight": "blocks.1.att.key.weight"}.items():
-        assert held[theirs].tensor_type == kind
-        assert np.array_equal(held[theirs].data, gguf.quantize(own[name].numpy(), kind))
-    assert held["output.weight"].tensor_type.name == "Q8_0"
-    assert held["blk.1.channel_mix_value.weight"].tensor_type.name == "F16"        # of rows that no whole blocks make
+        assert tensors[theirs].tensor_type == kind
+        assert np.array_equal(tensors[theirs].data, gguf.quantize(own[name].numpy(), kind))
+    assert tensors["output.weight"].tensor_type.name == "Q8_0"
+    assert tensors["blk.1.channel_mix_value.weight"].tensor_type.name == "F16"        # rows of 80 are no whole blocks
     file_type = gguf.GGUFReader(path).fields["general.file_type"].contents()
     assert file_type == gguf.LlamaFileType[f"MOSTLY_{dtype.upper()}"].value
-    actual, expected = logits_beside(path, RWKV.from_pretrained(path, "reference"))
+    actual, expected = actual_and_expected_logits(path, RWKV.from_pretrained(path, "reference"))
     assert np.abs(actual - expected).max() < 2e-5 * np.abs(expected).max()
 
 

@@ -1,6 +1,6 @@
-"""Each published kind of file, in each program that may accept it: all compute the same, or the error says why they cannot.
+"""Tests each published kind of file in each program: all programs compute the same, or the error says why they cannot.
 
-What is expected is computed here, on weights that this file makes: adapters by their formulas, GGUF by the package gguf.
+The tests compute the expected weights from this file's own models: adapters by their formulas, GGUF with the package gguf.
 """
 
 import io
@@ -50,7 +50,13 @@ LAYER = "blocks.1.att.key"               # the layer that adapters change
 
 
 class Kind(NamedTuple):
-    """options: of generate.py. expected: a file of weights that compute the same. refused: by program, a word of the error."""
+    """A kind of file, and what the programs do with it.
+
+    Attributes:
+        options: options of generate.py that load the file.
+        expected: name of a file in expected/ whose weights compute the same.
+        refused: a word of the error, for each program that refuses the kind.
+    """
 
     options: tuple[str, ...]
     expected: str
@@ -58,8 +64,8 @@ class Kind(NamedTuple):
 
 
 BYTE = "tokenizer=byte"
-STATE = {"evaluate": "state"}            # a text to evaluate begins without a state
-LORA = {"train": "lora"}                 # is merged by convert first
+STATE = {"evaluate": "state"}            # evaluation begins without a state
+LORA = {"train": "lora"}                 # convert must merge it before training
 KINDS = {
     "a run": Kind(("checkpoint=run",), "base"),
     ".safetensors": Kind(("checkpoint=base.safetensors",), "base"),
@@ -87,7 +93,7 @@ KINDS = {
     "an adapter on the Hub": Kind(("checkpoint=org/model", "lora=org/adapter"), "peft-dora", LORA),
     "a state on the Hub": Kind(("checkpoint=org/model", "state=org/state/time_state.pth"), "state", STATE),
 }
-# Kinds whose readers another kind has, too
+# Other kinds test the readers of these kinds, too
 DEEP = (".safetensors", "directory, official", "PEFT's lora", "PEFT's pissa", "PEFT's miss", "a directory on the Hub",
         "an adapter on the Hub", "a state in .safetensors")
 each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.soak) if kind in DEEP else kind
@@ -97,66 +103,66 @@ ALONE = {"rwkv-0.pth": "lora=", "time_state.pth": "state=", "time_state.st": "st
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every kind of file, and in expected/ the weights that it stands for, as torch.save writes them."""
-    made = tmp_path_factory.mktemp("kinds")
+    """Returns a folder with every kind of file. Its subfolder expected/ has the weights that each stands for, as .pth files."""
+    root = tmp_path_factory.mktemp("kinds")
     for name in ("4", ""):
         model = small_model(generation=f"rwkv{name or 7}", vocab_size=256, **SIZES[f"rwkv{name or 7}"])
-        model.save_pretrained(made / f"base{name}.pth")
-        model.save_pretrained(made / f"base{name}.safetensors", BYTES)
-    (made / "expected").mkdir()
+        model.save_pretrained(root / f"base{name}.pth")
+        model.save_pretrained(root / f"base{name}.safetensors", BYTES)
+    (root / "expected").mkdir()
     base: Weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    expected = {"base4": torch.load(made / "base4.pth", weights_only=True), "base": base,
+    expected = {"base4": torch.load(root / "base4.pth", weights_only=True), "base": base,
                 "half": {key: tensor.half().float() for key, tensor in base.items()}}
-    (made / "run" / "checkpoints").mkdir(parents=True)
-    model.save_pretrained(made / "run" / "checkpoints" / "last.ckpt", BYTES)
-    convert.convert(made / "base4.safetensors", made / "directory4")
+    (root / "run" / "checkpoints").mkdir(parents=True)
+    model.save_pretrained(root / "run" / "checkpoints" / "last.ckpt", BYTES)
+    convert.convert(root / "base4.safetensors", root / "directory4")
     for layout in LAYOUTS:
-        convert.convert(made / "base.safetensors", made / layout, layout=layout)
-    convert.convert(made / "base.pth", made / "base.st")
-    convert.convert(made / "base.pth", made / "base.gguf", dtype="q8_0", tokenizer=None)
-    rounded = gguf_files.official_weights(made / "base.gguf")
+        convert.convert(root / "base.safetensors", root / layout, layout=layout)
+    convert.convert(root / "base.pth", root / "base.st")
+    convert.convert(root / "base.pth", root / "base.gguf", dtype="q8_0", tokenizer=None)
+    rounded = gguf_files.official_weights(root / "base.gguf")
     expected["gguf"] = {key: tensor if key in UNUSED else torch.tensor(rounded[key]).view(tensor.shape)
                         for key, tensor in base.items()}
-    write_adapters(made, base, expected)
-    write_states(made, model, base, expected)
+    write_adapters(root, base, expected)
+    write_states(root, model, base, expected)
     for name, weights in expected.items():
-        torch.save(weights, made / "expected" / name)
-    (made / "text.txt").write_text(TEXT)
-    return made
+        torch.save(weights, root / "expected" / name)
+    (root / "text.txt").write_text(TEXT)
+    return root
 
 
-def write_adapters(made: Path, base: Weights, expected: dict[str, Weights]) -> None:
+def write_adapters(root: Path, base: Weights, expected: dict[str, Weights]) -> None:
     W = base[f"{LAYER}.weight"].double()
     for kind in ("lora", "dora", "pissa", "miss"):
-        make, described, scale = ADAPTERS[kind]
+        make, settings, scale = ADAPTERS[kind]
         parts, merged = make(W, scale)
-        write_peft(made / f"peft-{kind}", {f"base_model.model.{LAYER}.{part}": tensor for part, tensor in parts.items()},
-                   base_model_name_or_path=str(made / "base.safetensors"), **described)
+        write_peft(root / f"peft-{kind}", {f"base_model.model.{LAYER}.{part}": tensor for part, tensor in parts.items()},
+                   base_model_name_or_path=str(root / "base.safetensors"), **settings)
         expected[f"peft-{kind}"] = {**base, f"{LAYER}.weight": merged.float()}
     parts, merged = lora(W, ALPHA / 2)
-    torch.save({f"{LAYER}.{part.removesuffix('.weight')}": tensor for part, tensor in parts.items()}, made / "rwkv-0.pth")
-    write_run(made / "run-lora", made / "base.safetensors", "lora", {f"{LAYER}.{part}": each for part, each in parts.items()},
+    torch.save({f"{LAYER}.{part.removesuffix('.weight')}": tensor for part, tensor in parts.items()}, root / "rwkv-0.pth")
+    write_run(root / "run-lora", root / "base.safetensors", "lora", {f"{LAYER}.{part}": each for part, each in parts.items()},
               alpha=ALPHA)
     expected["lora"] = {**base, f"{LAYER}.weight": merged.float()}
 
 
-def write_states(made: Path, model: RWKV, base: Weights, expected: dict[str, Weights]) -> None:
+def write_states(root: Path, model: RWKV, base: Weights, expected: dict[str, Weights]) -> None:
     random = torch.Generator().manual_seed(5)
     states = {f"blocks.{layer}.att.time_state": (0.3 * torch.randn(2, 64, 64, generator=random)).half().float()
               for layer in range(model.config.n_layer)}
-    write_run(made / "run-state", made / "base.safetensors", "state", states)
-    torch.save(states, made / "time_state.pth")
-    save_file(states, made / "time_state.safetensors")
-    save_file({key: state.mT.half().contiguous() for key, state in states.items()}, made / "time_state.st")
-    torch.save({**base, **states}, made / "both.pth")
+    write_run(root / "run-state", root / "base.safetensors", "state", states)
+    torch.save(states, root / "time_state.pth")
+    save_file(states, root / "time_state.safetensors")
+    save_file({key: state.mT.half().contiguous() for key, state in states.items()}, root / "time_state.st")
+    torch.save({**base, **states}, root / "both.pth")
     expected["state"], expected["saved"] = {**base, **states}, base
-    save_context(made / "saved.safetensors", prefill(model, torch.tensor([[*b"read"]]))._replace(last_ids=(*b"read",)), model,
+    save_context(root / "saved.safetensors", prefill(model, torch.tensor([[*b"read"]]))._replace(last_ids=(*b"read",)), model,
                  BYTES)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def hub(folder: Path) -> Iterator[None]:
-    """The Hub and its cache for this process."""
+    """Serves the Hub from a local server and gives this process an empty cache."""
     def files(path: Path) -> dict[str, bytes]:
         return {file.name: file.read_bytes() for file in (path.iterdir() if path.is_dir() else [path])}
 
@@ -194,9 +200,9 @@ def option(options: tuple[str, ...], name: str) -> str | None:
     return next((each.partition("=")[2] for each in options if each.startswith(f"{name}=")), None)
 
 
-def assert_logits(found: RWKV, expected: RWKV, name: str = "") -> None:
+def assert_logits(actual: RWKV, expected: RWKV, name: str = "") -> None:
     ids = torch.tensor([[0, *TEXT.encode()]])
-    torch.testing.assert_close(found(ids)[0], expected(ids)[0], rtol=0, atol=2e-4)
+    torch.testing.assert_close(actual(ids)[0], expected(ids)[0], rtol=0, atol=2e-4)
 
 
 @each_kind
@@ -222,11 +228,11 @@ def test_chat(run: Run, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
 def test_serve(folder: Path, run: Run, kind: str) -> None:
     """The server lists a state and an adapter as separate models in addition to the checkpoint."""
     options, name, _ = KINDS[kind]
-    beside = option(options, "lora") or option(options, "state")
+    adapter_file = option(options, "lora") or option(options, "state")
     rest = [each for each in options if not each.startswith(("lora=", "state="))]
-    loaded = load(composed("serve", *rest, *([f"adapters=it={beside}"] if beside else []), "kernel=reference"))
+    loaded = load(composed("serve", *rest, *([f"adapters=it={adapter_file}"] if adapter_file else []), "kernel=reference"))
     expected = model_of(folder, name)
-    if beside is None:
+    if adapter_file is None:
         assert_logits(loaded.model, expected)
         return
     model, start = loaded.adapters["it"][:2]
@@ -255,7 +261,7 @@ def test_evaluate(folder: Path, run: Run, kind: str) -> None:
 @each_kind
 def test_convert(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
                  kind: str) -> None:
-    """A state is converted alone; into .pth, which holds every other kind."""
+    """Converts a state without its checkpoint, and any other kind to .pth."""
     monkeypatch.chdir(folder)
     options, name, refused = KINDS[kind]
     state, adapter, alpha, layout = (option(options, each) for each in ("state", "lora", "lora_alpha", "state_layout"))
@@ -264,30 +270,30 @@ def test_convert(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     for flag, value in (("--lora", adapter), ("--lora-alpha", alpha), ("--state-layout", layout)):
         arguments += [flag, value] if value else []
     if "convert" in refused:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             convert.main(arguments)
-        one_sentence((int(ended.value.code or 0), *capsys.readouterr()), refused["convert"])
+        one_sentence((int(exit_info.value.code or 0), *capsys.readouterr()), refused["convert"])
         return
     convert.main(arguments)
     expected: Weights = torch.load(folder / "expected" / name, weights_only=True)
-    written: Weights = torch.load(target, weights_only=True)
-    compared = [key for key in written if key in expected and not key.startswith("blocks.0.att.v")]
+    actual: Weights = torch.load(target, weights_only=True)
+    compared = [key for key in actual if key in expected and not key.startswith("blocks.0.att.v")]
     assert len(compared) > 2 or state
     assert any("time_state" in key for key in compared) == (name == "state")
     for key in compared:
-        torch.testing.assert_close(written[key].float().squeeze(), expected[key].squeeze(), rtol=0, atol=2e-4)
+        torch.testing.assert_close(actual[key].float().squeeze(), expected[key].squeeze(), rtol=0, atol=2e-4)
 
 
 @each_kind
 def test_init_from(folder: Path, run: Run, kind: str) -> None:
     options, name, refused = KINDS[kind]
-    learns = ["tune=state"] if name == "state" else []
-    renamed = {"checkpoint": "init_from", "state": "tune.state", "tokenizer": "data.tokenizer"}
-    given = [f"{renamed.get(key, key)}={value}" for key, _, value in (each.partition("=") for each in options)]
+    tuning = ["tune=state"] if name == "state" else []
+    train_names = {"checkpoint": "init_from", "state": "tune.state", "tokenizer": "data.tokenizer"}
+    train_options = [f"{train_names.get(key, key)}={value}" for key, _, value in (each.partition("=") for each in options)]
     if "train" in refused:
-        one_sentence(run("train", *given, "tune=state", "data=text", "data.path=text.txt"), refused["train"])
+        one_sentence(run("train", *train_options, "tune=state", "data=text", "data.path=text.txt"), refused["train"])
         return
-    config = composed("train", *given, *learns)
+    config = composed("train", *train_options, *tuning)
     config, checkpoint, tokenizer = open_init_checkpoint(config, ["data.tokenizer"] if BYTE in options else [])
     wkv = select("wkv4" if name == "base4" else "wkv7", "reference")
     assert_logits(new_model(config.model, checkpoint, tokenizer, wkv, config.tune), model_of(folder, name))
@@ -300,9 +306,9 @@ def test_a_part_in_place_of_weights_says_which_option_takes_it(run: Run, capsys:
     if program == "convert":
         if "time_state" in name:
             pytest.skip("states are converted alone")
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exit_info:
             convert.main([name, str(tmp_path / "out.pth")])
-        result = int(ended.value.code or 0), *capsys.readouterr()
+        result = int(exit_info.value.code or 0), *capsys.readouterr()
     else:
         more = ["prompt=a"] if program == "generate" else ["data.path=text.txt"]
         more += ["data=text"] if program == "train" else []

@@ -1,6 +1,7 @@
-"""Memory: loading peaks at 1.3 times the weights at most, converting at one tensor; each is measured in a separate process.
+"""Tests peak memory: loading peaks at 1.3 times the weights at most, and converting holds one tensor at a time.
 
-Linux reports the peak of the resident set, with the pages of the mapped file, as VmHWM, and without them as RssAnon.
+A separate process takes each measurement. Linux reports the peak resident set, with the pages of mapped files, as VmHWM.
+RssAnon is the current memory without these pages.
 """
 
 import json
@@ -63,14 +64,14 @@ def measure(folder: Path, source: Path, dtype: str, *targets: str) -> dict[str, 
     write_checkpoint(checkpoint_of(weights(1, 8, 8)), folder / "small.pth", "float16")
     code = MEASURED.format(root=str(ROOT), source=str(source), small=str(folder / "small.pth"), dtype=dtype,
                            targets=[str(folder / target) for target in targets])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 MiB in float32, no tensor more than a tenth of that; the file is in float16."""
+    """Returns a float16 file of a model, which has 60 MiB in float32. No tensor exceeds a tenth of the model."""
     path = tmp_path_factory.mktemp("lean") / "model.pth"
     write_checkpoint(checkpoint_of(weights(8, 384, 2000)), path, "float16")
     return path
@@ -83,20 +84,20 @@ def bytes_in(dtype: str) -> int:
 @pytest.mark.programs
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_peaks_at_little_more_than_the_weights(source: Path, tmp_path: Path, dtype: str) -> None:
-    measured = measure(tmp_path, source, dtype)
-    assert 0.8 * bytes_in(dtype) <= measured["private"], "beside what the first call has freed, which is used again"
-    assert measured["peak"] <= 1.3 * bytes_in(dtype)
+    memory = measure(tmp_path, source, dtype)
+    assert 0.8 * bytes_in(dtype) <= memory["private"], "the new weights may reuse some memory that the first call has freed"
+    assert memory["peak"] <= 1.3 * bytes_in(dtype)
 
 
 @pytest.mark.programs
 def test_weights_of_the_right_dtype_are_the_file(source: Path, tmp_path: Path) -> None:
     write_checkpoint(checkpoint_of(weights(8, 384, 2000)), tmp_path / "model.safetensors")
-    measured = measure(tmp_path, tmp_path / "model.safetensors", "float32")
-    assert measured["private"] < 0.1 * bytes_in("float32")
-    assert measured["peak"] <= 1.3 * bytes_in("float32")
+    memory = measure(tmp_path, tmp_path / "model.safetensors", "float32")
+    assert memory["private"] < 0.1 * bytes_in("float32")
+    assert memory["peak"] <= 1.3 * bytes_in("float32")
 
 
 @pytest.mark.programs
 def test_converting_holds_one_tensor_at_a_time(source: Path, tmp_path: Path) -> None:
-    measured = measure(tmp_path, source, "float32", "out.pth", "out.safetensors", "out", "out.bin")
-    assert measured["peak"] < 0.4 * bytes_in("float32")
+    memory = measure(tmp_path, source, "float32", "out.pth", "out.safetensors", "out", "out.bin")
+    assert memory["peak"] < 0.4 * bytes_in("float32")

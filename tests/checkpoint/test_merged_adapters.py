@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights in 16 bits or blocks: what they have learnt is read and written, or a line says how much."""
+"""Tests that merging adapters into weights of 16 bits or blocks keeps what they learnt, or a line says how much is kept."""
 
 import warnings
 from pathlib import Path
@@ -23,18 +23,18 @@ BASES = ("float32", "float16", "bfloat16", "q8_0")
 
 
 def adapters(base: Path, size: float, seed: int = 1) -> dict[str, Tensor]:
-    """Of the matrices NAMES: A, random, and B so small that a change is about `size`."""
-    random, found = torch.Generator().manual_seed(seed), {}
+    """Returns adapters of the matrices `NAMES` with random A, and B so small that a change is about `size`."""
+    random, tensors = torch.Generator().manual_seed(seed), {}
     for name in NAMES:
         out, inputs = read_checkpoint(base).weights[name].shape
         stem = name.removesuffix(".weight")
-        found[f"{stem}.lora_A.weight"] = torch.randn(2, inputs, generator=random)
-        found[f"{stem}.lora_B.weight"] = size / SCALE * torch.randn(out, 2, generator=random)
-    return found
+        tensors[f"{stem}.lora_A.weight"] = torch.randn(2, inputs, generator=random)
+        tensors[f"{stem}.lora_B.weight"] = size / SCALE * torch.randn(out, 2, generator=random)
+    return tensors
 
 
 def expected(base: Path, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-    """W + alpha / rank B A in float64."""
+    """Returns the merged weights W + alpha / rank * B A in float64."""
     weights = {name: tensor.double() for name, tensor in read_checkpoint(base).weights.items()}
     for name in NAMES:
         stem = name.removesuffix(".weight")
@@ -42,23 +42,23 @@ def expected(base: Path, trained: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights
 
 
-def holds(path: Path, weights: dict[str, Tensor]) -> None:
+def assert_contains(path: Path, weights: dict[str, Tensor]) -> None:
     """Checks that the file contains these matrices to the precision of float32."""
-    read = read_checkpoint(path).weights
+    actual = read_checkpoint(path).weights
     for name in (*NAMES, "blocks.1.att.value.weight", "head.weight"):
-        torch.testing.assert_close(read[name].double(), weights[name], rtol=1e-6, atol=1e-7, msg=name)
+        torch.testing.assert_close(actual[name].double(), weights[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base in each of BASES, NAME.safetensors or q8_0.gguf, and runs whose changes are small beside its rounding."""
-    made = tmp_path_factory.mktemp("tuned")
-    small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(made / "float32.safetensors")
+    """Returns a folder with a base in each of `BASES`, and tuned runs whose changes are small beside the base's rounding."""
+    root = tmp_path_factory.mktemp("tuned")
+    small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(root / "float32.safetensors")
     for dtype in BASES[1:]:
-        convert.convert(made / "float32.safetensors", base_of(made, dtype), dtype)
+        convert.convert(root / "float32.safetensors", base_of(root, dtype), dtype)
     for dtype in BASES:
-        write_run(made / dtype, base_of(made, dtype), "lora", adapters(base_of(made, dtype), 1e-4))
-    return made
+        write_run(root / dtype, base_of(root, dtype), "lora", adapters(base_of(root, dtype), 1e-4))
+    return root
 
 
 def base_of(folder: Path, dtype: str) -> Path:
@@ -69,7 +69,7 @@ def base_of(folder: Path, dtype: str) -> Path:
 def test_a_merged_sum_is_not_rounded_to_the_dtype_of_the_file(folder: Path, dtype: str) -> None:
     base = base_of(folder, dtype)
     weights = expected(base, adapters(base, 1e-4))
-    holds(folder / dtype, weights)
+    assert_contains(folder / dtype, weights)
     for options in ({}, {"mmap": False}, {"trainable": True}):
         model = RWKV.from_pretrained(folder / dtype, **options)          # type: ignore[arg-type]
         for name in NAMES:
@@ -78,7 +78,7 @@ def test_a_merged_sum_is_not_rounded_to_the_dtype_of_the_file(folder: Path, dtyp
 
 @torch.inference_mode()
 def test_the_step_computes_with_the_sums(folder: Path) -> None:
-    """The one in C copies matrices that are exact in bfloat16; these are not."""
+    """The step in C copies matrices that are exact in bfloat16, but the sums are not."""
     model = RWKV.from_pretrained(folder / "bfloat16")
     exact = RWKV.from_pretrained(folder / "bfloat16", "reference", mmap=False).double()
     exact.load_state_dict(expected(folder / "bfloat16.safetensors", adapters(folder / "bfloat16.safetensors", 1e-4)))
@@ -96,7 +96,7 @@ def test_the_step_computes_with_the_sums(folder: Path) -> None:
 def test_a_converted_run_has_what_was_trained(folder: Path, tmp_path: Path, target: str) -> None:
     convert.convert(folder / "bfloat16", tmp_path / target)
     base = folder / "bfloat16.safetensors"
-    holds(tmp_path / target, expected(base, adapters(base, 1e-4)))
+    assert_contains(tmp_path / target, expected(base, adapters(base, 1e-4)))
     if target == "out":
         assert '"torch_dtype": "float32"' in (tmp_path / "out" / "config.json").read_text()
 
@@ -110,12 +110,12 @@ def test_a_conversion_that_rounds_says_what_is_left(folder: Path, tmp_path: Path
     base, trained = folder / "bfloat16.safetensors", adapters(folder / "bfloat16.safetensors", 1e-4)
     sums, weights = expected(base, trained), read_checkpoint(base).weights
     convert.convert(base, tmp_path / f"base{target.suffix}", dtype)
-    read, rounded = read_checkpoint(target).weights, read_checkpoint(tmp_path / f"base{target.suffix}").weights
+    merged, rounded = read_checkpoint(target).weights, read_checkpoint(tmp_path / f"base{target.suffix}").weights
     change = torch.cat([(sums[name] - weights[name].double()).flatten() for name in NAMES])
-    kept = torch.cat([(read[name].double() - rounded[name].double()).flatten() for name in NAMES])
-    left = max(0.0, 1 - ((kept - change).norm() / change.norm()).item())
-    assert f": {left:.0%} of" in line
-    assert left < most
+    surviving = torch.cat([(merged[name].double() - rounded[name].double()).flatten() for name in NAMES])
+    expected_fraction = max(0.0, 1 - ((surviving - change).norm() / change.norm()).item())
+    assert f": {expected_fraction:.0%} of" in line
+    assert expected_fraction < most
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
@@ -140,17 +140,17 @@ def test_where_nothing_is_lost_nothing_is_said(folder: Path, tmp_path: Path) -> 
 
 
 def test_adapters_on_adapters_are_all_there(folder: Path, tmp_path: Path) -> None:
-    """The second run's change and the first one's; what is left is measured of both."""
+    """The weights contain the changes of both runs, and the surviving fraction counts both."""
     base = folder / "bfloat16.safetensors"
     first, second = adapters(base, 1e-4), adapters(base, 1e-6, seed=2)
     write_run(tmp_path / "second", folder / "bfloat16", "lora", second)
     weights, more = expected(base, first), expected(base, second)
     for name in NAMES:
         weights[name] += more[name] - read_checkpoint(base).weights[name].double()
-    holds(tmp_path / "second", weights)
+    assert_contains(tmp_path / "second", weights)
     checkpoints = [read_checkpoint(path) for path in (folder / "bfloat16", tmp_path / "second")]
-    lefts = [surviving_fraction(each.weights.stored, each.unadapted, "bfloat16") for each in checkpoints]
-    assert lefts[1] == pytest.approx(lefts[0], abs=0.02)
+    fractions = [surviving_fraction(each.weights.stored, each.unadapted, "bfloat16") for each in checkpoints]
+    assert fractions[1] == pytest.approx(fractions[0], abs=0.02)
 
 
 def test_matrices_are_exact_in_the_dtype_of_their_file_alone(folder: Path) -> None:

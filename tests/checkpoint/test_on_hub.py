@@ -1,4 +1,4 @@
-"""Names on the Hub in every option that names a file, as a user gives them, beside a server on this machine."""
+"""Tests names on the Hub in every option that names a file, with a local server in place of the Hub."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ assert on_disk(ServeConfig(checkpoint={directory!r})).model_name == "RWKV7-1.5B-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    """A model of bytes as a file and as a directory; a state, a chat template and a run's LoRA adapter beside it."""
+    """Serves a model as a file and as a directory, and a state, a chat template and a run's LoRA adapter."""
     folder = tmp_path_factory.mktemp("made")
     model = small_model(generation="rwkv7", vocab_size=256)
     file = folder / "rwkv7-g1-tiny.safetensors"
@@ -68,17 +68,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 
 
 def test_from_one_command_and_one_name_to_an_answer(server: HubServer, tmp_path: Path) -> None:
-    """The second time without the Hub. A directory's name and files count as they do on disk."""
+    """The last command runs offline. Names and files of a directory on the Hub have the same effect as on disk."""
     options = ("max_new_tokens=3", "kernel=reference")
     variables = environment(server.endpoint, tmp_path)
-    done = timemix("chat", f"checkpoint={MODEL}", *options, variables=variables, folder=tmp_path, input="hello\n")
-    assert done.returncode == 0, done.stderr
-    assert f"loading {MODEL}" in done.stderr
-    assert "belongs to the series G1" in done.stderr
-    done = timemix("generate", f"checkpoint={DIRECTORY}", "state=org/extra/state.safetensors", "prompt=a", *options,
-                   variables=variables, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "sampling: generation_config.json" in done.stderr
+    process = timemix("chat", f"checkpoint={MODEL}", *options, variables=variables, folder=tmp_path, input="hello\n")
+    assert process.returncode == 0, process.stderr
+    assert f"loading {MODEL}" in process.stderr
+    assert "belongs to the series G1" in process.stderr
+    process = timemix("generate", f"checkpoint={DIRECTORY}", "state=org/extra/state.safetensors", "prompt=a", *options,
+                      variables=variables, folder=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "sampling: generation_config.json" in process.stderr
     listed = timemix("list", variables=variables, folder=tmp_path).stdout.splitlines()
     assert [line.split()[0] for line in listed] == [DIRECTORY, "org/extra/state.safetensors", MODEL]
     offered = timemix("list", "org/extra", variables=variables, folder=tmp_path).stdout.splitlines()
@@ -94,29 +94,29 @@ def test_from_one_command_and_one_name_to_an_answer(server: HubServer, tmp_path:
 
 def test_python_and_the_server_take_names(server: HubServer, tmp_path: Path) -> None:
     code = IN_PYTHON.format(model=MODEL, directory=DIRECTORY, tests=str(Path(__file__).parent.parent))
-    done = python(code, environment(server.endpoint, tmp_path), tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = python(code, environment(server.endpoint, tmp_path), tmp_path)
+    assert process.returncode == 0, process.stderr
 
 
 def test_a_run_that_begins_with_a_name_names_its_commit(server: HubServer, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     variables = environment(server.endpoint, tmp_path, OMP_NUM_THREADS="1")
-    done = timemix("train", *SMALL, f"init_from={MODEL}", "tune=lora", "tune.rank=2", "trainer.max_steps=2", "out_dir=run",
-                   "logger=csv", "kernel=reference", "tune.guard=null", variables=variables, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    process = timemix("train", *SMALL, f"init_from={MODEL}", "tune=lora", "tune.rank=2", "trainer.max_steps=2", "out_dir=run",
+                      "logger=csv", "kernel=reference", "tune.guard=null", variables=variables, folder=tmp_path)
+    assert process.returncode == 0, process.stderr
     pinned = f"{MODEL}@{server.repositories['org/g1'].commit}"
     assert pinned in (tmp_path / "run" / "config.yaml").read_text()
-    done = timemix("generate", "checkpoint=run", "prompt=a", "max_new_tokens=2", folder=tmp_path,
-                   variables={**variables, "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr
+    process = timemix("generate", "checkpoint=run", "prompt=a", "max_new_tokens=2", folder=tmp_path,
+                      variables={**variables, "HF_HUB_OFFLINE": "1"})
+    assert process.returncode == 0, process.stderr
 
 
-@pytest.mark.parametrize(("name", "said"), [("org/g1/rwkv7-g1-tny.safetensors", MODEL), ("org/g2", "no repository org/g2"),
-                                            ("models/rwkv7.pth", "no checkpoint at models/rwkv7.pth")])
-def test_a_wrong_name_is_one_sentence_before_torch(server: HubServer, tmp_path: Path, name: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "message"), [("org/g1/rwkv7-g1-tny.safetensors", MODEL), ("org/g2", "no repository org/g2"),
+                                               ("models/rwkv7.pth", "no checkpoint at models/rwkv7.pth")])
+def test_a_wrong_name_is_one_sentence_before_torch(server: HubServer, tmp_path: Path, name: str, message: str) -> None:
     variables = environment(server.endpoint, tmp_path)
-    done = timemix("generate", f"checkpoint={name}", "prompt=a", variables=variables, folder=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+    process = timemix("generate", f"checkpoint={name}", "prompt=a", variables=variables, folder=tmp_path)
+    assert (process.returncode, process.stdout) == (2, "")
+    (line,) = process.stderr.splitlines()
     assert line.startswith("error: ")
-    assert said in line
+    assert message in line

@@ -1,5 +1,5 @@
-"""Weights in int8 and int4 in .safetensors: the model is the one that is rounded when loaded, its matrices are the mapped file,
-and damage is one sentence."""
+"""Tests int8 and int4 weights in .safetensors: the model equals one that is rounded when it is loaded, its matrices are the
+mapped file, and damage is one sentence."""
 
 import copy
 import os
@@ -33,12 +33,12 @@ from rwkv.tools import convert
 WIDTHS = {"n_embd": 64, "n_ffn": 96}
 WIDE = {"n_embd": 256, "n_ffn": 512, "n_layer": 2}       # whole blocks of int4
 KEY = "blocks.0.ffn.key.weight"
-ROUNDED: dict[str, Callable[[RWKV], RWKV]] = {"int8": to_int8, "int4": to_int4}
-each_dtype = pytest.mark.parametrize("dtype", ROUNDED)
+ROUND: dict[str, Callable[[RWKV], RWKV]] = {"int8": to_int8, "int4": to_int4}
+each_dtype = pytest.mark.parametrize("dtype", ROUND)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def saved(folder: Path, generation: str, dtype: str = "int4", **widths: int) -> tuple[RWKV, Path]:
+def write_packed(folder: Path, generation: str, dtype: str = "int4", **widths: int) -> tuple[RWKV, Path]:
     model, path = small_model("reference", generation=generation, **(widths or WIDTHS)), folder / "model.safetensors"
     model.save_pretrained(path, dtype=dtype)
     return model, path
@@ -48,7 +48,7 @@ def layers(model: RWKV) -> list[Int8Linear | Int4Linear]:
     return [layer for layer in model.modules() if isinstance(layer, Int8Linear | Int4Linear)]
 
 
-def rounded(weight: Tensor, dtype: str) -> Tensor:
+def round_weight(weight: Tensor, dtype: str) -> Tensor:
     return FORMATS[dtype].of(weight).dense()
 
 
@@ -57,15 +57,15 @@ def rounded(weight: Tensor, dtype: str) -> Tensor:
 @torch.no_grad()
 def test_it_is_the_model_that_is_rounded_when_loaded(tmp_path: Path, generation: str, dtype: str) -> None:
     for widths in (WIDTHS, WIDE):
-        model, path = saved(tmp_path, generation, dtype, **widths)
+        model, path = write_packed(tmp_path, generation, dtype, **widths)
         loaded = RWKV.from_pretrained(path, "reference", dtype=dtype)
         assert loaded.fingerprint() == model.fingerprint() == RWKV.from_pretrained(path, "reference").fingerprint()
-        expected = ROUNDED[dtype](model.eval())
+        expected = ROUND[dtype](model.eval())
         for layer, other in zip(layers(loaded), layers(expected), strict=True):
             assert layer.packed.numbers == other.packed.numbers
             for part, right in zip(layer.packed, other.packed, strict=True):
                 assert torch.equal(part, right)
-        for B, T in ((2, 1), (8, 9)):    # few rows of a product, and many
+        for B, T in ((2, 1), (8, 9)):    # products of few rows and of many rows
             ids = tokens(model, B=B, T=T)
             assert torch.equal(loaded(ids)[0], expected(ids)[0])
 
@@ -74,11 +74,11 @@ def test_it_is_the_model_that_is_rounded_when_loaded(tmp_path: Path, generation:
 @each_generation
 @torch.no_grad()
 def test_low_rank_matrices_stay_in_bfloat16_with_the_same_results(tmp_path: Path, generation: str, dtype: str) -> None:
-    """In bfloat16 files, and files packed from them; with gradients, too."""
+    """A bfloat16 file and a file packed from it give the same results, with gradients and without."""
     source, path = tmp_path / "model.pth", tmp_path / "packed.safetensors"
     small_model("reference", generation=generation, **WIDE).save_pretrained(source, dtype="bfloat16")
     write_checkpoint(read_checkpoint(source), path, dtype)
-    expected = ROUNDED[dtype](RWKV.from_pretrained(source, "reference"))
+    expected = ROUND[dtype](RWKV.from_pretrained(source, "reference"))
     for file in (source, path):
         loaded = RWKV.from_pretrained(file, "reference", dtype=dtype)
         several = tokens(loaded, B=3, T=5)
@@ -95,14 +95,14 @@ def test_low_rank_matrices_stay_in_bfloat16_with_the_same_results(tmp_path: Path
 @each_dtype
 @each_generation
 def test_other_dtypes_have_the_rounded_weights(tmp_path: Path, generation: str, dtype: str) -> None:
-    model, path = saved(tmp_path, generation, dtype)
-    assert torch.equal(RWKV.from_pretrained(path, "reference").state_dict()[KEY], rounded(model.state_dict()[KEY], dtype))
+    model, path = write_packed(tmp_path, generation, dtype)
+    assert torch.equal(RWKV.from_pretrained(path, "reference").state_dict()[KEY], round_weight(model.state_dict()[KEY], dtype))
 
 
 @each_dtype
 @each_generation
 def test_it_is_small_and_is_written_again_to_the_bit(tmp_path: Path, generation: str, dtype: str) -> None:
-    model, path = saved(tmp_path, generation, dtype)
+    model, path = write_packed(tmp_path, generation, dtype)
     again = tmp_path / "again.safetensors"
     write_checkpoint(read_checkpoint(path), again)
     assert again.read_bytes() == path.read_bytes()
@@ -114,12 +114,12 @@ def test_it_is_small_and_is_written_again_to_the_bit(tmp_path: Path, generation:
 
 @each_dtype
 def test_convert_writes_and_reads_it(tmp_path: Path, dtype: str) -> None:
-    model, _ = saved(tmp_path, "rwkv4")
+    model, _ = write_packed(tmp_path, "rwkv4")
     model.save_pretrained(tmp_path / "model.pth")
     convert.main([str(tmp_path / "model.pth"), str(tmp_path / "small.safetensors"), "--dtype", dtype])
     convert.main([str(tmp_path / "small.safetensors"), str(tmp_path / "large.pth"), "--dtype", "float32"])
     large = read_checkpoint(tmp_path / "large.pth").weights[KEY]
-    assert torch.equal(large, rounded(model.state_dict()[KEY], dtype))
+    assert torch.equal(large, round_weight(model.state_dict()[KEY], dtype))
 
 
 def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
@@ -131,14 +131,14 @@ def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
 @each_dtype
 def test_a_file_without_our_entry_is_read(tmp_path: Path, dtype: str) -> None:
     for widths in (WIDTHS, WIDE):
-        _, path = saved(tmp_path, "rwkv4", dtype, **widths)
+        _, path = write_packed(tmp_path, "rwkv4", dtype, **widths)
         save_file(load_file(path), path)
         model = RWKV.from_pretrained(path, "reference", dtype=dtype)
         assert model(tokens(model))[0].isfinite().all()
 
 
 def mapped_ranges(path: Path) -> list[range]:
-    """The addresses in this process's memory at which the file is mapped."""
+    """Returns the address ranges at which this process maps the file."""
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     return [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines if line[-1] == str(path)]
 
@@ -188,14 +188,14 @@ def test_bfloat16_by_input_is_the_same_model_without_a_copy(tmp_path: Path, gene
 
 
 def test_by_input_requires_bfloat16(tmp_path: Path) -> None:
-    _, path = saved(tmp_path, "rwkv7")
+    _, path = write_packed(tmp_path, "rwkv7")
     for target, dtype in (("a.safetensors", "int8"), ("a.pth", "bfloat16"), ("a.safetensors", None)):
         with pytest.raises(UserError, match="requires the dtype bfloat16"):
             convert.convert(path, tmp_path / target, dtype, by_input=True)
 
 
 def test_files_of_earlier_versions_are_repacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, path = saved(tmp_path, "rwkv7", **WIDE)
+    _, path = write_packed(tmp_path, "rwkv7", **WIDE)
     new = RWKV.from_pretrained(path, "reference", dtype="int4")
     assert not any(matrix.repacked for matrix in read_checkpoint(path).packed.values())
     old = tmp_path / "old.safetensors"
@@ -213,7 +213,7 @@ def test_files_of_earlier_versions_are_repacked(tmp_path: Path, monkeypatch: pyt
 @each_dtype
 @torch.no_grad()
 def test_a_write_into_the_model_is_noticed_and_leaves_the_file(tmp_path: Path, dtype: str) -> None:
-    _, path = saved(tmp_path, "rwkv7", dtype, **WIDE)
+    _, path = write_packed(tmp_path, "rwkv7", dtype, **WIDE)
     before = path.read_bytes()
     model, other = (RWKV.from_pretrained(path, "reference", dtype=dtype) for _ in range(2))
     expected = other(tokens(model))[0]
@@ -231,11 +231,12 @@ def test_a_write_into_the_model_is_noticed_and_leaves_the_file(tmp_path: Path, d
 @each_dtype
 @torch.no_grad()
 def test_a_model_outlives_its_file_and_can_be_copied(tmp_path: Path, dtype: str) -> None:
-    _, path = saved(tmp_path, "rwkv7", dtype, **WIDE)
+    _, path = write_packed(tmp_path, "rwkv7", dtype, **WIDE)
     model = RWKV.from_pretrained(path, "reference", dtype=dtype)
     ids = tokens(model)
     expected = RWKV.from_pretrained(path, "reference", dtype=dtype, mmap=False)(ids)[0]
-    small_model("reference", seed=1, generation="rwkv7", **WIDE).save_pretrained(path, dtype=dtype)      # by a rename
+    # The next line replaces the file by a rename
+    small_model("reference", seed=1, generation="rwkv7", **WIDE).save_pretrained(path, dtype=dtype)
     copies: list[Any] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("cpu")]
     path.unlink()
     for each in (model, *copies):
@@ -245,17 +246,17 @@ def test_a_model_outlives_its_file_and_can_be_copied(tmp_path: Path, dtype: str)
 @linux
 @pytest.mark.programs
 def test_conversion_needs_the_memory_of_the_largest_tensor(tmp_path: Path) -> None:
-    """Whatever the size of the file."""
+    """The peak is far below the size of the file, which is over 30 times its largest tensor."""
     source = tmp_path / "model.pth"
     model = small_model("reference", generation="rwkv7", n_embd=512, n_layer=12, vocab_size=2000)
     model.save_pretrained(source, dtype="bfloat16")
     largest = 4 * 512 * 512 * 2
     assert source.stat().st_size > 30 * largest
-    for dtype in ROUNDED:
+    for dtype in ROUND:
         program = PEAK.format(arguments=[str(source), str(tmp_path / "packed.safetensors"), "--dtype", dtype])
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
-                              env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert int(done.stdout) < 8 * largest
+        process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                                 env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert int(process.stdout) < 8 * largest
 
 
 PEAK = """
@@ -285,11 +286,11 @@ DAMAGE: dict[str, Callable[[dict[str, Tensor]], object]] = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("dtype", "damage"), [*product(ROUNDED, sorted(DAMAGE.keys() - {"no shift"})), ("int4", "no shift")])
+@pytest.mark.parametrize(("dtype", "damage"), [*product(ROUND, sorted(DAMAGE.keys() - {"no shift"})), ("int4", "no shift")])
 @pytest.mark.parametrize("loaded_in", ["packed", "float32"])
 def test_damage_is_one_sentence(tmp_path: Path, damage: str, loaded_in: str, dtype: str) -> None:
     for widths in (WIDTHS, WIDE):
-        _, path = saved(tmp_path, "rwkv4", dtype, **widths)
+        _, path = write_packed(tmp_path, "rwkv4", dtype, **widths)
         tensors = load_file(path)
         DAMAGE[damage](tensors)
         save_file(tensors, path)
@@ -298,6 +299,6 @@ def test_damage_is_one_sentence(tmp_path: Path, damage: str, loaded_in: str, dty
 
 def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_packed, "VERSION", _packed.WITH_BLOCKS + 1)
-    _, path = saved(tmp_path, "rwkv4")
+    _, path = write_packed(tmp_path, "rwkv4")
     monkeypatch.undo()
     refuses(path, "newer version")

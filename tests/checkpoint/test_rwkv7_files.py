@@ -1,4 +1,4 @@
-"""RWKV-7 in each format: what other programs expect of names, arrangement, dtypes and layer 0's unused tensors; and GGUF."""
+"""Tests the names, arrangement, dtypes and unused tensors that other programs expect of RWKV-7 in each format."""
 
 import json
 import struct
@@ -42,12 +42,12 @@ def model() -> RWKV:
 
 @pytest.fixture(scope="module")
 def wide() -> RWKV:
-    """With rows of whole blocks of 32, but for those of ffn.value, which are 80."""
+    """Returns a model whose rows are whole blocks of 32, except the rows of ffn.value, which have 80 elements."""
     return small_model("reference", generation="rwkv7", n_embd=64, n_layer=2, n_ffn=80)
 
 
-def in_gguf(path: Path) -> dict[str, Any]:
-    """The tensors by the package's own reader."""
+def gguf_tensors(path: Path) -> dict[str, Any]:
+    """Returns the tensors by name, as the package gguf reads them."""
     return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
 
@@ -68,24 +68,24 @@ def test_vectors_come_in_two_shapes_and_layer_0_with_or_without_its_unused_tenso
     for name in UNUSED:
         del weights[name]
     torch.save(weights, tmp_path / "other.pth")
-    read = RWKV.from_pretrained(tmp_path / "other.pth", "reference")
-    assert not any(read.state_dict()[name].any() for name in UNUSED)
-    assert [read.state_dict()[name].shape for name in UNUSED] == [model.state_dict()[name].shape for name in UNUSED]
+    loaded = RWKV.from_pretrained(tmp_path / "other.pth", "reference")
+    assert not any(loaded.state_dict()[name].any() for name in UNUSED)
+    assert [loaded.state_dict()[name].shape for name in UNUSED] == [model.state_dict()[name].shape for name in UNUSED]
     with torch.no_grad():
-        assert torch.equal(read(tokens(model))[0], model(tokens(model))[0])
+        assert torch.equal(loaded(tokens(model))[0], model(tokens(model))[0])
 
 
 def test_each_format_has_the_unused_tensors_that_its_readers_want(model: RWKV, tmp_path: Path) -> None:
     for format, name in NAMES.items():
         model.save_pretrained(tmp_path / name)
-        read = read_checkpoint(tmp_path / name).weights
-        assert all(torch.equal(read[name], model.state_dict()[name]) == (format in OFFICIAL) for name in UNUSED)
+        weights = read_checkpoint(tmp_path / name).weights
+        assert all(torch.equal(weights[name], model.state_dict()[name]) == (format in OFFICIAL) for name in UNUSED)
     hugging_face = hugging_face_tensors(tmp_path / NAMES["huggingface"])
     assert not any("layers.0.attn.v_lora" in name for name in hugging_face)
     assert b"blocks.0.att.v0" not in (tmp_path / NAMES["ggmf"]).read_bytes()
-    held = in_gguf(tmp_path / NAMES["gguf"])
+    tensors = gguf_tensors(tmp_path / NAMES["gguf"])
     for part in "012":
-        assert np.array_equal(held[f"blk.0.time_mix_v{part}.weight"].data, held[f"blk.0.time_mix_a{part}.weight"].data)
+        assert np.array_equal(tensors[f"blk.0.time_mix_v{part}.weight"].data, tensors[f"blk.0.time_mix_a{part}.weight"].data)
 
 
 @pytest.mark.parametrize("format", [format for format in NAMES if format != "ggmf"])
@@ -97,22 +97,22 @@ def test_one_layer_has_no_other_rank_to_read(tmp_path: Path, format: str) -> Non
 
 @pytest.mark.parametrize("rank", ["three", [3], -3, True])
 def test_a_rank_that_is_no_size_is_refused(tmp_path: Path, rank: Any) -> None:
-    """One that no tensor tells: of the unused v1 in a directory of one layer."""
+    """A directory of one layer states the rank of v1 only in config.json, because v1 is unused there."""
     small_model("reference", generation="rwkv7", n_layer=1, **SIZES["rwkv7"]).save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"v_low_rank_dim": rank}))
     refuses(tmp_path / "model", "v_low_rank_dim")
 
 
-@pytest.mark.parametrize(("changed", "said"), [
+@pytest.mark.parametrize(("changed", "part"), [
     ({"blocks.1.att.r_k": torch.zeros(128)}, "blocks.1.att.r_k"), ({"blocks.0.att.r_k": torch.zeros(4, 3)}, "head_size"),
     ({"blocks.0.att.w1": torch.zeros(3, 128)}, "blocks.0.att.w1"),
     ({"blocks.2.att.w2": torch.zeros(4, 128)}, "blocks.2.att.w2"),
     ({"blocks.0.att.a0": torch.zeros(())}, "blocks.0.att.a0"), ({"blocks.0.att.v1": torch.zeros(128, 9)}, "blocks.0.att.v"),
     ({"blocks.0.att.x_rwkvag": torch.zeros(5, 1, 128)}, "x_rwkvag"), ({"blocks.0.att.x_g": torch.zeros(6, 128)}, "x_g")])
-def test_wrong_shapes_are_named(model: RWKV, tmp_path: Path, changed: dict[str, Tensor], said: str) -> None:
+def test_wrong_shapes_are_named(model: RWKV, tmp_path: Path, changed: dict[str, Tensor], part: str) -> None:
     torch.save({**model.state_dict(), **changed}, tmp_path / "odd.pth")
-    refuses(tmp_path / "odd.pth", said)
+    refuses(tmp_path / "odd.pth", part)
 
 
 # Hugging Face directories and ggmf
@@ -120,41 +120,41 @@ def test_wrong_shapes_are_named(model: RWKV, tmp_path: Path, changed: dict[str, 
 
 def test_a_directory_is_flas(model: RWKV, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
-    held, own = hugging_face_tensors(tmp_path / "model"), model.state_dict()
-    assert torch.equal(held["model.layers.1.attn.w_lora.lora.0.weight"], own["blocks.1.att.w1"].T)
-    assert torch.equal(held["model.layers.1.attn.v_lora.lora.2.weight"], own["blocks.1.att.v2"].T)
-    assert torch.equal(held["model.layers.1.attn.a_lora.lora.2.bias"], own["blocks.1.att.a0"].flatten())
-    assert "model.layers.1.attn.g_lora.lora.2.bias" not in held
+    tensors, own = hugging_face_tensors(tmp_path / "model"), model.state_dict()
+    assert torch.equal(tensors["model.layers.1.attn.w_lora.lora.0.weight"], own["blocks.1.att.w1"].T)
+    assert torch.equal(tensors["model.layers.1.attn.v_lora.lora.2.weight"], own["blocks.1.att.v2"].T)
+    assert torch.equal(tensors["model.layers.1.attn.a_lora.lora.2.bias"], own["blocks.1.att.a0"].flatten())
+    assert "model.layers.1.attn.g_lora.lora.2.bias" not in tensors
     shapes = {"embeddings.weight": (50, 128), "layers.0.pre_norm.bias": (128,), "layers.2.attn.x_g": (1, 1, 128),
               "layers.2.attn.k_a": (128,), "layers.2.attn.r_k": (2, 64), "layers.2.ffn.x_k": (128,), "norm.weight": (128,),
               "layers.2.attn.g_norm.weight": (128,), "layers.0.attn.o_proj.weight": (128, 128),
               "layers.1.ffn_norm.bias": (128,)}
-    assert {name: tuple(held[f"model.{name}"].shape) for name in shapes} == shapes
+    assert {name: tuple(tensors[f"model.{name}"].shape) for name in shapes} == shapes
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    stated = {"model_type": "rwkv7", "hidden_size": 128, "num_hidden_layers": 3, "head_dim": 64, "intermediate_size": 512,
+    fields = {"model_type": "rwkv7", "hidden_size": 128, "num_hidden_layers": 3, "head_dim": 64, "intermediate_size": 512,
               "decay_low_rank_dim": 5, "a_low_rank_dim": 4, "v_low_rank_dim": 3, "gate_low_rank_dim": 6, "norm_eps": 1e-5,
               "vocab_size": 50, "max_position_embeddings": 32, "architectures": ["RWKV7ForCausalLM"]}
-    assert stated.items() <= config.items()
+    assert fields.items() <= config.items()
 
 
 def test_flas_file_without_its_directory_is_read(model: RWKV, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     save_file({f"module.{name}": tensor for name, tensor in hugging_face_tensors(tmp_path / "model").items()},
               tmp_path / "alone.safetensors")
-    read = read_checkpoint(tmp_path / "alone.safetensors").weights
-    assert all(torch.equal(read[name], weight) for name, weight in model.state_dict().items() if name not in UNUSED)
+    weights = read_checkpoint(tmp_path / "alone.safetensors").weights
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items() if name not in UNUSED)
 
 
 def test_the_world_vocabulary_lies_in_a_directory(tmp_path: Path) -> None:
     model = small_model("reference", WORLD.vocab_size, generation="rwkv7", **SIZES["rwkv7"])
     model.save_pretrained(tmp_path / "model", WORLD)
     tensors = {name: tensor.clone() for name, tensor in hugging_face_tensors(tmp_path / "model").items()}
-    save_file(tensors, tmp_path / "model" / "model.safetensors")     # without our entry
+    save_file(tensors, tmp_path / "model" / "model.safetensors")     # removes the entry of timemix
     assert Tokenizer.from_dict(read_checkpoint(tmp_path / "model").tokenizer).hash == WORLD.hash
 
 
 def test_web_rwkvs_file_is_read(model: RWKV, tmp_path: Path) -> None:
-    """Its low-rank matrices are transposed, and it is in float16."""
+    """The file is in float16, and its low-rank matrices are transposed."""
     low_rank = tuple(f".att.{name}{part}" for name in "wavg" for part in "12")
     weights = {name: (weight.T if name.endswith(low_rank) else weight).half().contiguous()
                for name, weight in model.state_dict().items()}
@@ -165,17 +165,17 @@ def test_web_rwkvs_file_is_read(model: RWKV, tmp_path: Path) -> None:
 
 
 def test_web_rwkvs_file_is_written(model: RWKV, tmp_path: Path) -> None:
-    """As its converter writes it, all of it in float16; what is read of it is written as it was, to the bit."""
+    """The file is in float16, as web-rwkv's converter writes it. Reading it and writing it again changes no bit."""
     model.save_pretrained(tmp_path / "model.st")
     low_rank = tuple(f".att.{name}{part}" for name in "wavg" for part in "12")
-    written = load_file(tmp_path / "model.st")
+    tensors = load_file(tmp_path / "model.st")
     weights = model.state_dict()
-    assert written.keys() == weights.keys()
+    assert tensors.keys() == weights.keys()
     for name, weight in weights.items():
-        assert torch.equal(written[name], (weight.T if name.endswith(low_rank) else weight).half()), name
-    read = read_checkpoint(tmp_path / "model.st")
-    assert all(torch.equal(read.weights[name], weight.half()) for name, weight in weights.items())
-    write_checkpoint(read, tmp_path / "again.st", "float16")
+        assert torch.equal(tensors[name], (weight.T if name.endswith(low_rank) else weight).half()), name
+    checkpoint = read_checkpoint(tmp_path / "model.st")
+    assert all(torch.equal(checkpoint.weights[name], weight.half()) for name, weight in weights.items())
+    write_checkpoint(checkpoint, tmp_path / "again.st", "float16")
     assert (tmp_path / "again.st").read_bytes() == (tmp_path / "model.st").read_bytes()
     for dtype in ("float32", "bfloat16"):
         with pytest.raises(UserError, match="float16"):
@@ -186,7 +186,7 @@ def test_web_rwkvs_file_is_written(model: RWKV, tmp_path: Path) -> None:
 
 
 def test_ggmf_is_rwkv_cpps(model: RWKV, tmp_path: Path) -> None:
-    """Names, shapes and types of its converter, python/convert_pytorch_to_ggml.py."""
+    """Names, shapes and types are those of rwkv.cpp's converter, python/convert_pytorch_to_ggml.py."""
     model.save_pretrained(tmp_path / "model.bin", dtype="float16")
     content, own = (tmp_path / "model.bin").read_bytes(), model.state_dict()
     joined = torch.cat([own[f"blocks.1.att.x_{letter}"] for letter in "rwkvag"])
@@ -202,9 +202,9 @@ def test_ggmf_is_rwkv_cpps(model: RWKV, tmp_path: Path) -> None:
 
 
 def test_gguf_is_llama_cpps(model: RWKV, tmp_path: Path) -> None:
-    """Names and arrangement of its converter, conversion/rwkv.py; the package has shapes from the innermost axis."""
+    """Names and arrangement are those of llama.cpp's conversion/rwkv.py. The package gguf lists the innermost axis first."""
     model.save_pretrained(tmp_path / "model.gguf")
-    held, own = in_gguf(tmp_path / "model.gguf"), model.state_dict()
+    tensors, own = gguf_tensors(tmp_path / "model.gguf"), model.state_dict()
     joined = torch.stack([own[f"blocks.1.att.x_{letter}"] for letter in "rwkvag"])
     expected = {"blk.1.time_mix_lerp_fused.weight": joined, "blk.1.time_mix_w1.weight": own["blocks.1.att.w1"].T,
                 "blk.1.time_mix_r_k.weight": own["blocks.1.att.r_k"].flatten(), "output.weight": own["head.weight"],
@@ -213,12 +213,12 @@ def test_gguf_is_llama_cpps(model: RWKV, tmp_path: Path) -> None:
                 "blk.1.attn_norm_2.weight": own["blocks.1.ln2.weight"], "blk.1.time_mix_ln.bias": own["blocks.1.att.ln_x.bias"],
                 "blk.1.time_mix_receptance.weight": own["blocks.1.att.receptance.weight"]}
     for name, tensor in expected.items():
-        assert tuple(held[name].shape) == tuple(reversed(tensor.shape)), name
-        assert np.array_equal(held[name].data, tensor), name
-    stated = {"block_count": 3, "embedding_length": 128, "feed_forward_length": 512, "wkv.head_size": 64,
+        assert tuple(tensors[name].shape) == tuple(reversed(tensor.shape)), name
+        assert np.array_equal(tensors[name].data, tensor), name
+    fields = {"block_count": 3, "embedding_length": 128, "feed_forward_length": 512, "wkv.head_size": 64,
               "context_length": 1 << 20, "attention.head_count": 0, "attention.decay_lora_rank": 5,
               "attention.iclr_lora_rank": 4, "attention.value_residual_mix_lora_rank": 3, "attention.gate_lora_rank": 6}
-    assert {key: field(tmp_path / "model.gguf", f"rwkv7.{key}") for key in stated} == stated
+    assert {key: field(tmp_path / "model.gguf", f"rwkv7.{key}") for key in fields} == fields
     assert field(tmp_path / "model.gguf", "general.architecture") == "rwkv7"
 
 
@@ -238,16 +238,16 @@ def test_a_model_in_parts_is_read_from_any_of_them(model: RWKV, tmp_path: Path, 
     parts = in_parts(tmp_path / "model.gguf", tmp_path / "parts", 40, **options)
     assert len(parts) > 2
     for part in parts:
-        found = read_checkpoint(part)
-        assert found.config == whole.config
-        assert all(torch.equal(found.weights[name], whole.weights[name]) for name in whole.weights)
+        actual = read_checkpoint(part)
+        assert actual.config == whole.config
+        assert all(torch.equal(actual.weights[name], whole.weights[name]) for name in whole.weights)
 
 
 def test_parts_that_do_not_belong_together_are_refused(model: RWKV, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model.gguf")
     parts = in_parts(tmp_path / "model.gguf", tmp_path / "parts", 40)
     other = in_parts(tmp_path / "model.gguf", tmp_path / "other", 20)
-    kept = parts[1].read_bytes()
+    original = parts[1].read_bytes()
     parts[1].write_bytes(other[1].read_bytes())
     assert len(other) != len(parts)
     refuses(parts[1], f"{len(other)} parts")
@@ -258,7 +258,7 @@ def test_parts_that_do_not_belong_together_are_refused(model: RWKV, tmp_path: Pa
     with pytest.raises(CheckpointError) as error:
         read_checkpoint(parts[0])
     assert f"{parts[1].name} is not a GGUF file" in str(error.value)
-    parts[1].write_bytes(kept)
+    parts[1].write_bytes(original)
     parts[2].rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(CheckpointError) as error:
         read_checkpoint(parts[0])
@@ -273,7 +273,7 @@ def test_an_architecture_that_is_no_text_is_refused(model: RWKV, tmp_path: Path)
 
 
 def rewrite(path: Path, target: Path, key: str, value: Any, kind: gguf.GGUFValueType) -> None:
-    """The file by the package, with `key` added or changed."""
+    """Copies the file with the package gguf, and adds or changes `key`."""
     reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(target, "rwkv7")
     add_fields(writer, reader, but=(key,))
     del writer.kv_data[0]["general.architecture"]
@@ -294,21 +294,21 @@ def test_the_types_in_gguf_are_those_of_llama_cpps_quantizer(wide: RWKV, tmp_pat
              "blk.1.channel_mix_value.weight": "F16" if dtype == "q8_0" else kind, "blk.1.time_mix_lerp_fused.weight": "F32",
              "blk.1.time_mix_w1.weight": "F32", "blk.1.time_mix_w2.weight": "F32", "blk.1.time_mix_a1.weight": low_rank,
              "blk.1.time_mix_g2.weight": low_rank, "blk.1.time_mix_r_k.weight": "F32", "blk.1.time_mix_w0.weight": "F32"}
-    held = in_gguf(tmp_path / "model.gguf")
-    assert {name: held[name].tensor_type.name for name in types} == types
+    tensors = gguf_tensors(tmp_path / "model.gguf")
+    assert {name: tensors[name].tensor_type.name for name in types} == types
     assert field(tmp_path / "model.gguf", "general.file_type") == gguf.LlamaFileType[
         {"F32": "ALL_F32"}.get(kind, f"MOSTLY_{kind}")].value
 
 
 def test_q8_0_is_read_as_the_package_reads_it_and_written_again_to_the_bit(wide: RWKV, tmp_path: Path) -> None:
     wide.save_pretrained(tmp_path / "model.gguf", dtype="q8_0")
-    read = read_checkpoint(tmp_path / "model.gguf")
-    held = in_gguf(tmp_path / "model.gguf")["blk.1.channel_mix_key.weight"]
-    assert np.array_equal(read.weights["blocks.1.ffn.key.weight"], gguf.dequantize(held.data, held.tensor_type))
-    for name, weight in read.weights.items():
+    checkpoint = read_checkpoint(tmp_path / "model.gguf")
+    tensors = gguf_tensors(tmp_path / "model.gguf")["blk.1.channel_mix_key.weight"]
+    assert np.array_equal(checkpoint.weights["blocks.1.ffn.key.weight"], gguf.dequantize(tensors.data, tensors.tensor_type))
+    for name, weight in checkpoint.weights.items():
         if name not in UNUSED:
             assert (weight - wide.state_dict()[name]).abs().max() <= wide.state_dict()[name].abs().max() / 127 * 0.51
-    write_checkpoint(read, tmp_path / "again.gguf", "q8_0")
+    write_checkpoint(checkpoint, tmp_path / "again.gguf", "q8_0")
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 
@@ -316,11 +316,11 @@ def test_q8_0_is_read_as_the_package_reads_it_and_written_again_to_the_bit(wide:
 @pytest.mark.parametrize("spare", [0, 7])
 def test_a_tokenizer_travels_in_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer,
                                      spare: int) -> None:
-    """Also without the parts that llama.cpp's own converter does not write."""
+    """The tokenizer is also checkpoint without the keys that llama.cpp's converter does not write."""
     model = small_model("reference", tokenizer.vocab_size + spare, generation="rwkv7", n_layer=1)
     model.save_pretrained(tmp_path / "model.gguf", tokenizer)
-    read = read_checkpoint(tmp_path / "model.gguf")
-    assert (read.config, Tokenizer.from_dict(read.tokenizer).hash) == (model.config, tokenizer.hash)
+    checkpoint = read_checkpoint(tmp_path / "model.gguf")
+    assert (checkpoint.config, Tokenizer.from_dict(checkpoint.tokenizer).hash) == (model.config, tokenizer.hash)
     content = (tmp_path / "model.gguf").read_bytes()
     for key in (b"tokenizer.huggingface.json", b"timemix"):
         content = content.replace(key, key[::-1])
@@ -342,7 +342,7 @@ def test_a_directory_with_the_world_vocabulary_ends_texts_with_0(tmp_path: Path)
 
 
 def test_what_ends_a_text_travels_in_gguf(tmp_path: Path) -> None:
-    """Also an end of a turn that llama.cpp's converter has written; the World vocabulary's is 0 whatever stands there."""
+    """The end of a turn is read as well, also from a file of llama.cpp's converter."""
     definition = {"kind": "json", "definition": chatml(["<|bos|>", "<|end_of_text|>", "<|eot_id|>"]), "end_of_text": [1, 2]}
     tokenizer = Tokenizer.from_dict(definition)
     model = small_model("reference", tokenizer.vocab_size, generation="rwkv7", n_layer=1)
@@ -359,23 +359,23 @@ def test_what_ends_a_text_travels_in_gguf(tmp_path: Path) -> None:
     assert tokenizer_of(read_checkpoint(tmp_path / "open.gguf")).ends == (1,)
 
 
-def changed(**parts: Any) -> JsonTokenizer:
+def bpe_with(**parts: Any) -> JsonTokenizer:
     return JsonTokenizer(json.dumps(json.loads(BPE.definition) | parts))
 
 
-@pytest.mark.parametrize(("tokenizer", "said"), [
-    (ByteTokenizer(), "byte"), (changed(normalizer={"type": "NFC"}), "normalizer"),
-    (changed(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}),
-     "pre_tokenizer"), (changed(pre_tokenizer=None), "pre_tokenizer")])
-def test_other_tokenizers_are_refused_before_anything_is_written(tmp_path: Path, tokenizer: Tokenizer, said: str) -> None:
+@pytest.mark.parametrize(("tokenizer", "part"), [
+    (ByteTokenizer(), "byte"), (bpe_with(normalizer={"type": "NFC"}), "normalizer"),
+    (bpe_with(pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}),
+     "pre_tokenizer"), (bpe_with(pre_tokenizer=None), "pre_tokenizer")])
+def test_other_tokenizers_are_refused_before_anything_is_written(tmp_path: Path, tokenizer: Tokenizer, part: str) -> None:
     model = small_model("reference", tokenizer.vocab_size, generation="rwkv7", n_layer=1)
     with pytest.raises(UserError) as error:
         model.save_pretrained(tmp_path / "model.gguf", tokenizer)
-    assert said in str(error.value)
+    assert part in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("old", "new", "said"), [
+@pytest.mark.parametrize(("old", "new", "part"), [
     (b"GGUF\3", b"GGUF\4", "got 4"), (b"\5\0\0\0\0\0\0\0rwkv7", b"\5\0\0\0\0\0\0\0llama", "llama"),
     (b"gpt2", b"bert", "bert"), (b"gpt-2", b"llama", "llama"),
     (b"wkv.head_size\4\0\0\0\x08", b"wkv.head_size\4\0\0\0\x04", "head_size=8"),
@@ -384,13 +384,13 @@ def test_other_tokenizers_are_refused_before_anything_is_written(tmp_path: Path,
     (b"output_norm.bias\1\0\0\0", b"output_norm.bias\x09\0\0\0", "got 9"),
     (b"output_norm.bias\1\0\0\0\x10\0\0\0\0\0\0\0\0", b"output_norm.bias\1\0\0\0\x10\0\0\0\0\0\0\0\x0c", "Q4_K"),
     (b"tokenizer.ggml.tokens\x09\0\0\0\x08\0\0\0", b"tokenizer.ggml.tokens\x09\0\0\0\x0d\0\0\0", "type 13")])
-def test_a_gguf_header_that_is_wrong_is_refused(tmp_path: Path, old: bytes, new: bytes, said: str) -> None:
+def test_a_gguf_header_that_is_wrong_is_refused(tmp_path: Path, old: bytes, new: bytes, part: str) -> None:
     model = small_model("reference", BPE.vocab_size, generation="rwkv7")
     model.save_pretrained(tmp_path / "model.gguf", BPE)
     content = (tmp_path / "model.gguf").read_bytes().replace(b"huggingface.json", b"other_tokenizer.")
     assert old in content
     (tmp_path / "model.gguf").write_bytes(content.replace(old, new))
-    refuses(tmp_path / "model.gguf", said)
+    refuses(tmp_path / "model.gguf", part)
 
 
 def test_gguf_has_no_rwkv4(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Free text and paths are taken verbatim."""
+"""Tests that free text and paths are taken verbatim."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +20,13 @@ HARD = ("", "a,b", "a=b", "'", '"', "it's", "${seed}", "${x}", "$(ls) `ls`", "[1
         "choice(a,b)", "prompt=", "null")
 
 
-def as_one_example_each(test: Callable[..., None]) -> Callable[..., None]:
+def add_hard_examples(test: Callable[..., None]) -> Callable[..., None]:
     for text in HARD:
         test = example(text)(test)
     return test
 
 
-@as_one_example_each
+@add_hard_examples
 @given(st.text())
 def test_free_text_is_taken_as_it_is(text: str) -> None:
     line = cli.split([f"prompt={text}", "seed=3", f"stop={text}", "top_p=0.5", "-m"], GenerateConfig)
@@ -83,7 +83,7 @@ def test_a_backslash_and_an_n_are_told_from_a_line_end(run: Run, argument: str, 
 
 @pytest.mark.parametrize("text", ["~/x", "~"])
 def test_a_path_begins_at_home_in_every_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
-    """Also where the shell expands nothing: behind an equals sign."""
+    """The programs expand ~ behind an equals sign, where a shell does not."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x").touch()
     expected = tmp_path / "x" if text == "~/x" else tmp_path

@@ -1,4 +1,4 @@
-"""Every choice composes, and a single option wins over groups; a sweep is all combinations."""
+"""Tests that every choice composes, that a single option wins over groups, and that a sweep has all combinations."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def test_every_kernel_can_be_chosen(name: str) -> None:
 
 
 def test_the_defaults_are_those_of_the_dataclasses() -> None:
-    """A default is written down once, and what a YAML file repeats is the same; stdlib alone has its own split and sample."""
+    """The YAML files repeat the defaults of the dataclasses, except the split and the sample prompt of data=stdlib."""
     defaults = as_plain(TrainConfig())
     defaults["data"] |= {"val_fraction": 0.05, "sample_prompt": "    def __init__(self"}
     assert as_plain(composed("train")) == defaults
@@ -61,15 +61,15 @@ def test_a_debugs_steps_win_over_an_experiments_tokens(name: str, steps: int) ->
 @pytest.mark.programs
 @pytest.mark.parametrize("flag", ["-O", "-OO"])
 def test_a_range_is_a_sweep_without_asserts_too(flag: str) -> None:
-    """Hydra's parser reads inside assert statements; --help is the docstring."""
+    """-O removes assert statements, in which Hydra's parser reads, and -OO removes the docstrings that --help prints."""
     code = ("from rwkv import cli; from rwkv.config import TrainConfig; from rwkv.programs.train import train\n"
             "line = cli.split(['seed=range(0,3)', 'optim.lr=choice(1e-3,2e-3)'], TrainConfig)\n"
             "print(len(cli.jobs(line, TrainConfig, 'train')))\n"
             "import sys; sys.argv[1:] = ['--help']; cli.run(train, TrainConfig, 'train', None)")
-    done = subprocess.run([sys.executable, flag, "-c", code], cwd=cli.CONFIGS.parent, capture_output=True, text=True,
-                          check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("6\nTrains an RWKV language model")
+    process = subprocess.run([sys.executable, flag, "-c", code], cwd=cli.CONFIGS.parent, capture_output=True, text=True,
+                             check=False)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("6\nTrains an RWKV language model")
 
 
 @pytest.mark.parametrize(("arguments", "chosen"), [
@@ -95,6 +95,6 @@ def test_the_whole_configuration_as_yaml(run: Run, flag: str) -> None:
     options = ("seed=7", "data.path=a b,c", "logger.project=内容", "optim.betas=[0.5,0.6]")
     status, output, error = run("train", flag, "job", *options)
     assert status == 0, error
-    shown = yaml.safe_load(output)
-    assert (shown["seed"], shown["data"]["path"], shown["logger"]["project"]) == (7, "a b,c", "内容")
-    assert shown["optim"]["betas"] == [0.5, 0.6]
+    config = yaml.safe_load(output)
+    assert (config["seed"], config["data"]["path"], config["logger"]["project"]) == (7, "a b,c", "内容")
+    assert config["optim"]["betas"] == [0.5, 0.6]

@@ -1,4 +1,4 @@
-"""A user's mistake is one sentence, before any work; a bug keeps its traceback."""
+"""Tests that a user's mistake is one sentence before any work, and that a bug keeps its traceback."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ from rwkv.errors import UserError
 from rwkv.training.run.directory import require_unused
 
 
-@pytest.mark.parametrize(("argument", "said"), [
+@pytest.mark.parametrize(("argument", "message"), [
     ("kernel=nonsense", "'nonsense'; the choices are: auto, c_v0, conv1d, "),
     ("kernel=conv1d,nonsense", "'nonsense'; the choices are: auto, c_v0, conv1d, "),
     ("kernel=fft", "fft"),
@@ -69,10 +69,10 @@ from rwkv.training.run.directory import require_unused
         ("optim.lr=abc", "optim.lr must be a number; got abc"),
         ("experiment=nope", "'nope'; the choices are: kernel_ablation, rwkv4_original"))),
 ])
-def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str, said: str) -> None:
+def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str, message: str) -> None:
     if argument == "trainer=gpu" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    one_sentence(run("train", argument), said)
+    one_sentence(run("train", argument), message)
     assert not list(tmp_path.iterdir()), "nothing was done before the mistake was found"
 
 
@@ -82,14 +82,14 @@ def test_an_argument_that_is_not_utf8_is_one_sentence(run: Run, program: str) ->
     one_sentence(run(program, f"{option}=Latin-\udce9.txt"), option, r"Latin-\xe9.txt")
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["model.n_att=8"], "model.n_att is an option of rwkv4"),
     (["optim.time_first_lr_scale=2"], "optim.time_first_lr_scale is an option of rwkv4"),
     (["model.head_size=50", "kernel=reference"], "a multiple of model.head_size (50)"),
     (["kernel=conv1d"], "conv1d computes the operator of RWKV-4, but the model is RWKV-7. Choose a kernel from auto, "),
 ])
-def test_what_is_of_another_generation_is_one_sentence(run: Run, tmp_path: Path, arguments: list[str], said: str) -> None:
-    one_sentence(run("train", "model=rwkv7_tiny", *arguments), said)
+def test_what_is_of_another_generation_is_one_sentence(run: Run, tmp_path: Path, arguments: list[str], message: str) -> None:
+    one_sentence(run("train", "model=rwkv7_tiny", *arguments), message)
     assert not list(tmp_path.iterdir()), "nothing was done before the mistake was found"
 
 
@@ -103,9 +103,9 @@ HEAVY = ("torch", "lightning", "hydra", "wandb", "taichi")
 def test_an_answer_needs_no_heavy_import(program: str, argument: str, status: int, heavy: tuple[str, ...]) -> None:
     code = (f"import sys; from rwkv.programs.{program} import main\ntry: main()\n"
             f"finally: assert not {set(heavy)} & set(sys.modules), sorted({set(heavy)} & set(sys.modules))")
-    done = subprocess.run([sys.executable, "-c", code, argument], cwd=cli.CONFIGS.parent, capture_output=True, text=True,
-                          check=False)
-    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    process = subprocess.run([sys.executable, "-c", code, argument], cwd=cli.CONFIGS.parent, capture_output=True, text=True,
+                             check=False)
+    assert (process.returncode, "Traceback" in process.stderr) == (status, False), process.stderr
 
 
 def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:
@@ -154,7 +154,7 @@ def test_a_reader_that_goes_away_ends_a_program_quietly(command: tuple[str, ...]
 
 
 def test_a_bug_keeps_its_stack_trace(tmp_path: Path) -> None:
-    """A ValueError of the program itself is no user's mistake; a UserError is one wherever the package is installed."""
+    """A ValueError keeps its traceback. A UserError exits with one sentence, even from an installed module."""
     with pytest.raises(json.JSONDecodeError), cli.exit_on_user_error():
         json.loads("x")
     (tmp_path / "site-packages").mkdir()
@@ -175,13 +175,14 @@ def test_a_user_s_mistake_is_its_sentence(error: Exception, capsys: pytest.Captu
     assert (stop.value.code, capsys.readouterr().err) == (cli.USER_ERROR, "error: a\n")
 
 
-@pytest.mark.parametrize(("program", "arguments", "said"), [
+@pytest.mark.parametrize(("program", "arguments", "message"), [
     ("generate", ("-m", "seed=0,1"), "-m"), ("serve", ("-m", "port=0,1"), "-m"), ("train", ("--cfg", "hydra"), "--cfg job")])
-def test_a_flag_that_does_nothing_here_is_one_sentence(run: Run, program: str, arguments: tuple[str, ...], said: str) -> None:
-    one_sentence(run(program, *arguments), said)
+def test_a_flag_that_does_nothing_here_is_one_sentence(run: Run, program: str, arguments: tuple[str, ...],
+                                                       message: str) -> None:
+    one_sentence(run(program, *arguments), message)
 
 
 @pytest.mark.parametrize("option", ["api_key=", "host=", "checkpoint=null"])
 def test_an_address_or_a_key_that_is_empty_is_refused(run: Run, option: str) -> None:
-    """An empty key would open the server to whoever sends an empty one."""
+    """An empty api_key would open the server to clients that send an empty key."""
     one_sentence(run("serve", option), option.partition("=")[0])

@@ -1,4 +1,4 @@
-"""The garbage collector is disabled while a program starts."""
+"""Tests that the garbage collector is disabled while a program starts."""
 
 import gc
 import subprocess
@@ -43,6 +43,6 @@ def test_a_collector_that_is_off_stays_off() -> None:
 
 
 def test_what_was_made_inside_ends_with_the_process() -> None:
-    """As Taichi's program must, which then keeps its compiled kernels on the disk."""
-    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["running", "ended"]
+    """Taichi's program object must end with the process, because it writes its compiled kernels to the disk then."""
+    process = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == ["running", "ended"]

@@ -1,4 +1,4 @@
-"""--help is complete and fits a terminal."""
+"""Tests that --help is complete and fits a terminal."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""Recipes: files of options for experiment= and debug=, built-in or a user's."""
+"""Tests recipes: files of options for experiment= and debug=, built-in or a user's own."""
 
 import shutil
 from operator import attrgetter
@@ -66,13 +66,13 @@ def test_recipes_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_run_s_configuration_is_a_recipe(tmp_path: Path) -> None:
-    """Its texts were verbatim, and its directory is its own."""
+    """Texts stay verbatim, and the new run takes over neither out_dir nor resume."""
     options = ["data=jsonl", "data.path=C:\\${x} \\\\${y", "optim=muon", "optim.betas=[0.5,0.6]", "model=rwkv7_tiny", "seed=3",
                "trainer.max_tokens=1e6", "kernel=torch_scan"]
     before = composed("train", *options, "out_dir=there", "resume=auto")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)))
-    for named in (tmp_path / "config.yaml", tmp_path):
-        after = composed("train", f"experiment={named}")
+    for path in (tmp_path / "config.yaml", tmp_path):
+        after = composed("train", f"experiment={path}")
         assert (after.out_dir, after.resume) == (None, None)
         assert as_plain(after) == as_plain(before) | {"out_dir": None, "resume": None}
 
@@ -122,7 +122,7 @@ def test_a_run_s_configuration_is_a_recipe(tmp_path: Path) -> None:
 ])
 def test_a_wrong_recipe_is_one_sentence(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes,
                                         words: list[str], ours: bool) -> None:
-    """One of the folder of experiments, too."""
+    """The recipe is a user's own file or, if `ours` is True, a built-in experiment."""
     choice = "mine" if ours else "./mine.yaml"
     if ours:
         shutil.copytree(cli.CONFIGS, tmp_path / "configs")

@@ -1,4 +1,4 @@
-"""Options of a dataclass: true and false beside other choices, limits, and what an option requires."""
+"""Tests the options of a dataclass: true and false beside other choices, limits, and what an option requires."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Parsers and checks of single values."""
+"""Tests the parsers and checks of single values."""
 
 import math
 from typing import Any

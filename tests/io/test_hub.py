@@ -1,4 +1,4 @@
-"""Names on the Hub, tested against a local server that implements its interface."""
+"""Tests names on the Hub against a local server that implements the Hub's interface."""
 
 import json
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def test_what_is_on_disk_stays_a_path(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "files").write_bytes(b"")
     assert local("org/files") == Path("org/files")
-    assert local("org/other/missing") == Path("org/other/missing")       # a mistake inside a folder that exists
+    assert local("org/other/missing") == Path("org/other/missing")       # a missing file in an existing folder
 
 
 @pytest.mark.parametrize(("text", "target", "needed"), [
@@ -89,11 +89,11 @@ def test_what_is_on_disk_stays_a_path(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_only_the_needed_files_are_chosen(text: str, target: str, needed: set[str]) -> None:
     name = parse(text)
     assert name
-    found, files = choose(name, contents(name.repository))
-    assert (found, {*files}) == (target, needed)
+    path, files = choose(name, contents(name.repository))
+    assert (path, {*files}) == (target, needed)
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("org/files/rwkv7-g1k-1.5b-ctx2560.pth", "did you mean org/files/rwkv7-g1k-1.5b-ctx25600.pth"),
     ("org/files/RWKV7-g1k-2.9B-ctx25600.pth", "org/files/rwkv7-g1k-2.9b-ctx25600.pth"),
     ("org/files/rwkv7-g1a-0.1b.pth", "org/files/old/rwkv7-g1a-0.1b.pth"),
@@ -102,12 +102,12 @@ def test_only_the_needed_files_are_chosen(text: str, target: str, needed: set[st
     ("org/files", "org/files/rwkv7-g1k-1.5b-ctx25600.pth"), ("org/releases", "org/releases/rwkv7-a"),
     ("org/gguf:Q4_K", "F16, IQ4_XS, Q4_K_M, Q4_K_S, Q8_0"), ("org/files:Q4_0", "no GGUF file"),
     ("org/two:Q4_0", "org/two/rwkv7-2.9b_q4_0.gguf"), ("org/gguf", "org/gguf/m-Q4_K_M.gguf"), ("org/none", "no weights")])
-def test_what_a_repository_lacks_is_answered_with_what_it_has(text: str, said: str) -> None:
+def test_what_a_repository_lacks_is_answered_with_what_it_has(text: str, message: str) -> None:
     name = parse(text)
     assert name
     with pytest.raises(CheckpointError) as error:
         choose(name, contents(name.repository))
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_repository_offers_its_directories_and_files() -> None:
@@ -116,7 +116,7 @@ def test_a_repository_offers_its_directories_and_files() -> None:
     assert model_paths(contents("org/gguf-parts")) == ["Q8_0/m-Q8_0-00001-of-00002.gguf"]
 
 
-# Downloads, each in a process of its own, since huggingface_hub reads its variables when it is imported
+# Each download runs in a separate process, because huggingface_hub reads its variables when it is imported
 
 FETCH = "import sys; from rwkv.io.hub import fetch\nfor name in {names!r}: print(*fetch(name)[:2])"
 REFUSED = "from rwkv.io.hub import local\ntry: local({name!r})\nexcept ValueError as error: print(error)"
@@ -135,16 +135,16 @@ def server() -> Iterator[HubServer]:
 
 
 def fetch(server: HubServer, home: Path, *names: str, **variables: str) -> tuple[list[Path], list[str], str]:
-    done = python(FETCH.format(names=names), environment(server.endpoint, home, **variables), home)
-    assert done.returncode == 0, done.stderr
-    lines = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
-    return [Path(path) for path, _ in lines], [pinned for _, pinned in lines], done.stderr
+    process = python(FETCH.format(names=names), environment(server.endpoint, home, **variables), home)
+    assert process.returncode == 0, process.stderr
+    lines = [line.rsplit(" ", 1) for line in process.stdout.splitlines()]
+    return [Path(path) for path, _ in lines], [pinned for _, pinned in lines], process.stderr
 
 
-def refused(name: str, home: Path, endpoint: str, **variables: str) -> str:
-    done = python(REFUSED.format(name=name), environment(endpoint, home, **variables), home)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def error_of(name: str, home: Path, endpoint: str, **variables: str) -> str:
+    process = python(REFUSED.format(name=name), environment(endpoint, home, **variables), home)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
 
 
 def test_a_file_and_directories_come_once_and_from_the_cache_then(server: HubServer, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_file_and_directories_come_once_and_from_the_cache_then(server: HubSer
     assert paths[0].read_bytes() == b"old/rwkv7-g1a-0.1b.pth" * 1000
     assert paths[1].is_dir()
     assert sorted(server.downloads()) == sorted([
-        "README.md", "old/rwkv7-g1a-0.1b.pth",           # a card states the licence
+        "README.md", "old/rwkv7-g1a-0.1b.pth",           # the card of the repository states the licence
         "config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "README.md",
         "additional_chat_templates/tool_use.jinja", "config.json", "model.safetensors.index.json",
         "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "Q8_0/m-Q8_0-00001-of-00002.gguf",
@@ -184,38 +184,38 @@ def test_a_pinned_name_does_not_follow_the_branch(server: HubServer, tmp_path: P
 def test_a_download_whose_connection_breaks_is_resumed(server: HubServer, tmp_path: Path) -> None:
     whole = server.repositories["org/long"].files["model.pth"]
     server.requests.clear()
-    server.cut = 11 * 2**20               # huggingface_hub keeps what it has in units of 10 MiB
+    server.cut = 11 * 2**20               # huggingface_hub saves a partial download in units of 10 MiB
     (path,), _, _ = fetch(server, tmp_path, "org/long")
     server.cut = None
     assert path.read_bytes() == whole
-    ranges = [asked for method, _, asked in server.requests if method == "GET" and asked]
-    assert len(ranges) == 1              # the second half
+    ranges = [range_header for method, _, range_header in server.requests if method == "GET" and range_header]
+    assert len(ranges) == 1              # one request asks for the rest
 
 
 def test_a_private_repository_takes_a_token(server: HubServer, tmp_path: Path) -> None:
     for variables in ({}, {"HF_TOKEN": "hf_wrong"}):
-        said = refused("org/private/model.pth", tmp_path, server.endpoint, **variables)
-        assert "org/private" in said
-        assert "HF_TOKEN" in said
-    assert "gated" in refused("org/gated", tmp_path, server.endpoint)
+        message = error_of("org/private/model.pth", tmp_path, server.endpoint, **variables)
+        assert "org/private" in message
+        assert "HF_TOKEN" in message
+    assert "gated" in error_of("org/gated", tmp_path, server.endpoint)
     (path,), _, _ = fetch(server, tmp_path, "org/private", HF_TOKEN="hf_right")
     assert path.read_bytes() == b"secret"
 
 
 def test_what_the_hub_does_not_have_is_one_sentence(server: HubServer, tmp_path: Path) -> None:
-    assert "no repository org/nowhere" in refused("org/nowhere/model.pth", tmp_path, server.endpoint)
-    assert "no revision 'v9'" in refused("org/tagged@v9", tmp_path, server.endpoint)
-    said = refused("org/files/rwkv7-g1k-1.5b-ctx2560.pth", tmp_path, server.endpoint)
-    assert "rwkv7-g1k-1.5b-ctx25600.pth" in said
-    assert "HF_HUB_OFFLINE is set" in refused("org/one", tmp_path, server.endpoint, HF_HUB_OFFLINE="1")
-    assert "cannot be reached" in refused("org/one", tmp_path, "http://127.0.0.1:9")
+    assert "no repository org/nowhere" in error_of("org/nowhere/model.pth", tmp_path, server.endpoint)
+    assert "no revision 'v9'" in error_of("org/tagged@v9", tmp_path, server.endpoint)
+    message = error_of("org/files/rwkv7-g1k-1.5b-ctx2560.pth", tmp_path, server.endpoint)
+    assert "rwkv7-g1k-1.5b-ctx25600.pth" in message
+    assert "HF_HUB_OFFLINE is set" in error_of("org/one", tmp_path, server.endpoint, HF_HUB_OFFLINE="1")
+    assert "cannot be reached" in error_of("org/one", tmp_path, "http://127.0.0.1:9")
 
 
 def test_a_missing_package_is_one_sentence(tmp_path: Path) -> None:
     code = "import sys; sys.modules['huggingface_hub'] = None\n" + REFUSED.format(name="org/one")
-    done = python(code, environment("http://127.0.0.1:9", tmp_path), tmp_path)
-    assert "pip install huggingface_hub" in done.stdout
-    assert len(done.stdout.splitlines()) == 1
+    process = python(code, environment("http://127.0.0.1:9", tmp_path), tmp_path)
+    assert "pip install huggingface_hub" in process.stdout
+    assert len(process.stdout.splitlines()) == 1
 
 
 def test_the_weights_of_a_directory_are_those_that_the_format_reads() -> None:

@@ -1,4 +1,4 @@
-"""Lines for people, in a file and in terminals of several widths."""
+"""Tests lines for people in a file and in terminals of several widths."""
 
 import os
 import sys
@@ -24,8 +24,8 @@ def test_a_terminal_breaks_a_line_between_words_and_keeps_the_column(columns: in
     with os.fdopen(there, "w") as stream:
         first, *others = labelled_line("model", TEXT, stream).splitlines()
         unwrapped = labelled_line("model", TEXT, StringIO())
-        assert wrap_labelled(unwrapped, stream).splitlines() == [first, *others], "as a sweep shows a run's"
-        assert wrap_labelled(TEXT, stream) == TEXT, "a text of the model"
+        assert wrap_labelled(unwrapped, stream).splitlines() == [first, *others], "a sweep must wrap a run's line the same way"
+        assert wrap_labelled(TEXT, stream) == TEXT, "wrap_labelled must leave text without a label"
         lines = wrap_text(TEXT, stream).splitlines()
     os.close(here)
     assert " ".join(lines) == TEXT
@@ -33,7 +33,7 @@ def test_a_terminal_breaks_a_line_between_words_and_keeps_the_column(columns: in
     assert first.startswith(f"{'model':{COLUMN}}4 layers")
     assert others
     assert all(line[:COLUMN].isspace() and not line[COLUMN].isspace() for line in others)
-    assert all(len(line) <= columns or " " not in line.strip() for line in (first[COLUMN:], *others)), "a path stays whole"
+    assert all(len(line) <= columns or " " not in line.strip() for line in (first[COLUMN:], *others)), "a path must stay whole"
     assert " ".join([first, *map(str.strip, others)]) == f"{'model':{COLUMN}}{TEXT}"
 
 
@@ -51,7 +51,7 @@ def test_a_file_gets_one_line() -> None:
     assert wrap_text(TEXT, StringIO()) == TEXT
 
 
-@pytest.mark.parametrize(("n", "said"), [(0, "0 steps"), (1, "1 step"), (1.0, "1 step"), (1500, "1,500 steps"),
+@pytest.mark.parametrize(("n", "text"), [(0, "0 steps"), (1, "1 step"), (1.0, "1 step"), (1500, "1,500 steps"),
                                          (0.5, "0.5 steps")])
-def test_one_thing_is_in_the_singular(n: float, said: str) -> None:
-    assert counted(n, "step") == said
+def test_one_thing_is_in_the_singular(n: float, text: str) -> None:
+    assert counted(n, "step") == text

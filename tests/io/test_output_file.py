@@ -1,4 +1,4 @@
-"""Files that a program writes at its end: what could keep it from that is said before the work, and nothing is overwritten."""
+"""Tests the files that a program writes at its end: obstacles are errors before the work, and no input is overwritten."""
 
 import os
 from pathlib import Path
@@ -15,35 +15,35 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Runs programs in a folder with a model, prompts and a text."""
+    """Returns a function that runs programs in a folder with a model and prompts."""
     monkeypatch.chdir(tmp_path)
     small_model(vocab_size=256).save_pretrained("model.safetensors", ByteTokenizer())
     Path("prompts.txt").write_text("one\ntwo\n")
     return caller(monkeypatch, capsys)
 
 
-@pytest.mark.parametrize(("program", "arguments", "read"), [
+@pytest.mark.parametrize(("program", "arguments", "input_name"), [
     ("generate", ("prompts=prompts.txt", "out=prompts.txt"), "prompts.txt"),
     ("generate", ("prompt=a", "out=model.safetensors"), "model.safetensors"),
     ("generate", ("prompt=a", "save_state=model.safetensors"), "model.safetensors"),
     ("evaluate", ("data.path=prompts.txt", "out=prompts.txt"), "prompts.txt"),
     ("evaluate", ("data.path=prompts.txt", "out=./model.safetensors"), "model.safetensors"),
 ])
-def test_what_a_program_reads_it_does_not_replace(run: Run, program: str, arguments: tuple[str, ...], read: str) -> None:
-    before = Path(read).read_bytes()
-    one_sentence(run(program, "checkpoint=model.safetensors", *arguments), "would overwrite", read)
-    assert Path(read).read_bytes() == before
+def test_what_a_program_reads_it_does_not_replace(run: Run, program: str, arguments: tuple[str, ...], input_name: str) -> None:
+    before = Path(input_name).read_bytes()
+    one_sentence(run(program, "checkpoint=model.safetensors", *arguments), "would overwrite", input_name)
+    assert Path(input_name).read_bytes() == before
 
 
 def test_a_state_is_replaced_by_what_follows_it(run: Run) -> None:
-    same = ("generate", "checkpoint=model.safetensors", "prompt=a", "max_new_tokens=2", "save_state=state.safetensors")
-    assert run(*same)[0] == 0
-    assert run(*same, "state=state.safetensors")[0] == 0
+    command = ("generate", "checkpoint=model.safetensors", "prompt=a", "max_new_tokens=2", "save_state=state.safetensors")
+    assert run(*command)[0] == 0
+    assert run(*command, "state=state.safetensors")[0] == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    """As devices are: replacing /dev/null would harm the whole machine."""
+    """Pipes are written to like devices, because replacing /dev/null would harm the whole machine."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

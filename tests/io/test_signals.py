@@ -1,4 +1,4 @@
-"""Signals that request a stop: which ones are caught, how often, and what they do."""
+"""Tests which signals request a stop, how often each is caught, and what they do."""
 
 import itertools
 import os
@@ -23,8 +23,8 @@ def send(number: int) -> None:
 
 @pytest.mark.parametrize("number", STOPPING)
 def test_a_request_is_noted_once_and_then_ctrl_c_ends_at_once(number: int) -> None:
-    told: list[int] = []
-    with StopRequest(on_signal=told.append) as stop:
+    received: list[int] = []
+    with StopRequest(on_signal=received.append) as stop:
         assert not stop.requested
         send(number)
         assert stop.requested
@@ -33,19 +33,19 @@ def test_a_request_is_noted_once_and_then_ctrl_c_ends_at_once(number: int) -> No
                 send(later)
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
-    assert told == [number]
+    assert received == [number]
 
 
 def test_every_signal_is_passed_on_where_that_is_asked() -> None:
-    told: list[int] = []
-    with StopRequest(on_signal=told.append, every_signal=True):
+    received: list[int] = []
+    with StopRequest(on_signal=received.append, every_signal=True):
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
             send(number)
-    assert told == [signal.SIGINT, signal.SIGHUP, signal.SIGINT]
+    assert received == [signal.SIGINT, signal.SIGHUP, signal.SIGINT]
 
 
 def test_an_ignored_signal_stays_ignored_but_for_ctrl_c() -> None:
-    """nohup ignores SIGHUP; a shell without job control ignores SIGINT in what it starts in the background."""
+    """nohup ignores SIGHUP. A shell without job control starts background programs with SIGINT ignored."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
     with raise_on_signal(), StopRequest() as stop:
@@ -66,7 +66,7 @@ def test_outside_of_a_request_a_signal_interrupts_and_its_repetition_does_not(nu
     with raise_on_signal():
         with pytest.raises(Signalled) as signalled:
             send(number)
-        for later in STOPPING:           # while the program cleans up
+        for later in STOPPING:           # these arrive while the program cleans up
             if later != signal.SIGINT:
                 send(later)
     assert signalled.value.name == signal.Signals(number).name
@@ -80,15 +80,15 @@ def test_a_program_that_is_starting_ends_with_one_sentence(number: int) -> None:
             "with cli.exit_on_user_error():\n"
             f"    try: os.kill(os.getpid(), {int(number)})\n"
             "    finally: print('cleaned up')")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (130, "cleaned up\n")
-    assert done.stderr == f"interrupted by {number.name}\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (130, "cleaned up\n")
+    assert process.stderr == f"interrupted by {number.name}\n"
 
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("end", "status"), [("pass", 0), ("raise UserError('x')", 2), ("raise KeyboardInterrupt", 130)])
 def test_a_signal_after_a_program_s_end_does_not_change_its_status(end: str, status: int) -> None:
-    """Python takes a moment to shut down, in which W&B and others do things of their own."""
+    """Signals may still arrive while Python shuts down, because W&B and other libraries work then."""
     code = ("import atexit, os; from rwkv import cli; from rwkv.errors import UserError\n"
             f"atexit.register(lambda: [os.kill(os.getpid(), number) for number in {[int(n) for n in STOPPING[1:]]}])\n"
             f"with cli.exit_on_user_error(): {end}")
@@ -96,7 +96,7 @@ def test_a_signal_after_a_program_s_end_does_not_change_its_status(end: str, sta
 
 
 def test_a_wait_for_a_library_that_heeds_no_signal_is_ended() -> None:
-    """Here the library reads items without end, and in the second case computes in between."""
+    """The library reads items without end. In the second case it sleeps for 20 seconds between two items."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for pause in (0.0, 20.0):
         computing = threading.Event()

@@ -104,7 +104,7 @@ class Peft:
     def save(self, model: Path, to: str, job: dict[str, Any]) -> None:
         import torch
         from peft import LoraConfig, MissConfig, get_peft_model
-        from peft_writer import skeleton
+        from peft_writer import linear_layers_of
 
         targets = ["att.key", "att.receptance", "ffn.value"]
         lora: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": targets}
@@ -114,7 +114,7 @@ class Peft:
         weights = torch.load(model)
         for kind, config in kinds.items():
             torch.manual_seed(0)
-            adapted = get_peft_model(skeleton(weights), config)
+            adapted = get_peft_model(linear_layers_of(weights), config)
             with torch.no_grad():
                 for name, parameter in adapted.named_parameters():
                     if "lora_" in name or "miss_" in name:

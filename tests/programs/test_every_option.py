@@ -1,6 +1,6 @@
-"""Each option of sampling is on every path from the user to the draw: it is stated in rwkv.config.Sampling alone.
+"""Tests that each field of rwkv.config.Sampling is an option on every path from the user to the engine.
 
-tests/generation/test_sampling.py tries each in the reference and in C.
+tests/generation/test_sampling.py tests the effect of each option in the reference and in C.
 """
 
 import json
@@ -26,10 +26,10 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 NAMES = [item.name for item in fields(Sampling)]
 SAMPLERS = ("generate", "chat", "serve")
 BYTES = ByteTokenizer()
-N = 16                                   # tokens of a text
+N = 16                                   # the number of tokens to generate
 
 
-def on_the_command_line(name: str) -> str:
+def format_value(name: str) -> str:
     value = OTHER_OPTIONS[name]
     if isinstance(value, dict):
         return ",".join(f"{key}:{each}" for key, each in value.items())
@@ -44,7 +44,7 @@ def test_the_tests_try_every_option() -> None:
 
 @pytest.mark.parametrize("program", SAMPLERS)
 def test_the_command_line_takes_every_option(program: str) -> None:
-    config = composed(program, "sampling=default", *(f"{name}={on_the_command_line(name)}" for name in NAMES))
+    config = composed(program, "sampling=default", *(f"{name}={format_value(name)}" for name in NAMES))
     assert Sampling.from_config(config) == Sampling(**OTHER_OPTIONS)
 
 
@@ -54,15 +54,15 @@ def test_requests_take_every_option() -> None:
     from rwkv.serving.openapi import document
     from rwkv.serving.schema import ChatRequest, CompletionRequest, read
 
-    asked = {name: {str(key): each for key, each in value.items()} if isinstance(value, dict) else value
-             for name, value in OTHER_OPTIONS.items()}
+    body_fields = {name: {str(key): each for key, each in value.items()} if isinstance(value, dict) else value
+                   for name, value in OTHER_OPTIONS.items()}
     for kind, needed in ((CompletionRequest, {}), (ChatRequest, {"messages": []})):
-        request = read(json.dumps({**asked, **needed}).encode(), kind)
+        request = read(json.dumps({**body_fields, **needed}).encode(), kind)
         sampling = request.sampling(Sampling(), BYTES)
         assert sampling == Sampling(**OTHER_OPTIONS)
-        assert pickle.loads(pickle.dumps(sampling)) == sampling          # to the engine's process
-        shown = document(ENDPOINTS)["components"]["schemas"][kind.__name__]["properties"]
-        assert {name: shown[name]["description"] for name in NAMES} == {
+        assert pickle.loads(pickle.dumps(sampling)) == sampling          # requests are sent to the engine's process
+        properties = document(ENDPOINTS)["components"]["schemas"][kind.__name__]["properties"]
+        assert {name: properties[name]["description"] for name in NAMES} == {
             item.name: item.metadata["help"] for item in fields(Sampling)}
 
 
@@ -70,41 +70,42 @@ def test_a_request_has_the_server_s_options_where_it_gives_none() -> None:
     pytest.importorskip("msgspec")
     from rwkv.serving.schema import CompletionRequest, read
 
-    served = Sampling(**OTHER_OPTIONS)
-    for body, wanted in (({}, served), ({"top_k": 7}, replace(served, top_k=7)), ({"top_k": None}, served),
-                         ({"temperature": 0, "no_penalty": "a"}, replace(served, temperature=0, no_penalty=(97,)))):
-        assert read(json.dumps(body).encode(), CompletionRequest).sampling(served, BYTES) == wanted
+    server_options = Sampling(**OTHER_OPTIONS)
+    for body, expected in (({}, server_options), ({"top_k": 7}, replace(server_options, top_k=7)),
+                           ({"top_k": None}, server_options),
+                           ({"temperature": 0, "no_penalty": "a"}, replace(server_options, temperature=0, no_penalty=(97,)))):
+        assert read(json.dumps(body).encode(), CompletionRequest).sampling(server_options, BYTES) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_engine_draws_with_every_option(name: str) -> None:
-    """A row's text is that of the model's logits and next_tokens, and the row beside it has its own options."""
+    """The engine generates the tokens that next_tokens draws from the model's logits, and the option changes the text."""
     model = small_model("reference", generation="rwkv7", vocab_size=256)
-    of_penalties = {"frequency_penalty": 2.0} if name in ("penalty_decay", "no_penalty") else {}
+    penalty = {"frequency_penalty": 2.0} if name in ("penalty_decay", "no_penalty") else {}
     value = tuple(range(0, 256, 2)) if name == "no_penalty" else OTHER_OPTIONS[name]
-    options = Sampling(**of_penalties | {name: value})
-    generator, written, prompt = torch.Generator().manual_seed(3), list[int](), [*b"ab"]
+    options = Sampling(**penalty | {name: value})
+    generator, ids, prompt = torch.Generator().manual_seed(3), list[int](), [*b"ab"]
     penalties = Penalties(options, prompt, options.ids_without_penalty(BYTES))
     for _ in range(N):
         uniform = torch.rand(1, generator=generator, dtype=torch.float64)
-        logits = model(torch.tensor([prompt + written]))[0][:, -1]
+        logits = model(torch.tensor([prompt + ids]))[0][:, -1]
         token = int(next_tokens(logits, uniform, options, [penalties] if options.has_penalties else None))
         if token == BYTES.end_of_text:
             break
         penalties.add(token)
-        written.append(token)
-    sample, = generate_batch(model, BYTES, ["ab"], N, seeds=[3], **of_penalties | {name: value})
-    assert sample.tokens == written
-    assert sample.text != "".join(generate(model, BYTES, "ab", N, seed=3, **of_penalties))
+        ids.append(token)
+    sample, = generate_batch(model, BYTES, ["ab"], N, seeds=[3], **penalty | {name: value})
+    assert sample.tokens == ids
+    assert sample.text != "".join(generate(model, BYTES, "ab", N, seed=3, **penalty))
 
 
 def test_the_filters_in_c_are_options() -> None:
-    """In C by the same names; all others act on logits before."""
+    """Filters in C have the names of the options. All other options change the logits before the filters."""
     source = (Path(draw_file).parent / "csrc" / "draw.c").read_text()
-    of_call = re.search(r"struct call \{(.*?)\}", source, re.DOTALL)
-    assert of_call
-    assert {*Filters._fields} <= {*re.findall(r"\w+", of_call[1])}
-    assert {*Filters._fields} - {*NAMES} == {"filters_first"}            # of `order`
+    match = re.search(r"struct call \{(.*?)\}", source, re.DOTALL)
+    assert match
+    assert {*Filters._fields} <= {*re.findall(r"\w+", match[1])}
+    assert {*Filters._fields} - {*NAMES} == {"filters_first"}            # computed from the option `order`
 
 
 # Presets
@@ -114,9 +115,9 @@ def test_the_filters_in_c_are_options() -> None:
                                                  *((program, "g1_think") for program in SAMPLERS[1:])])
 def test_a_preset_sets_what_its_file_says_and_given_options_override_it(program: str, preset: str) -> None:
     config = composed(program, f"sampling={preset}", "top_k=7")
-    said = cli.preset("sampling", preset)
-    assert config.sampling == said.pop("sampling") == preset
-    assert Sampling.from_config(config) == Sampling(**{**said, "top_k": 7})
+    preset_options = cli.preset("sampling", preset)
+    assert config.sampling == preset_options.pop("sampling") == preset
+    assert Sampling.from_config(config) == Sampling(**{**preset_options, "top_k": 7})
 
 
 def test_the_presets_of_g1_are_those_of_its_author() -> None:
@@ -129,14 +130,14 @@ def test_a_preset_that_there_is_not_is_one_sentence(run: Run) -> None:
     one_sentence(run("generate", "sampling=mine"), "sampling", "'mine'", "g1_think")
 
 
-@pytest.mark.parametrize("given", ["penalty_decay=1.5", "penalty_decay=fast", "no_penalty=", "no_penalty=[999]",
-                                   "order=mine", "banned=x"])
-def test_a_wrong_value_is_one_sentence(given: str, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("argument", ["penalty_decay=1.5", "penalty_decay=fast", "no_penalty=", "no_penalty=[999]",
+                                      "order=mine", "banned=x"])
+def test_a_wrong_value_is_one_sentence(argument: str, run: Run, tmp_path: Path) -> None:
     small_model("reference", vocab_size=256).save_pretrained(tmp_path / "model.pth", BYTES, format="pth")
-    status, output, error = run("generate", f"checkpoint={tmp_path / 'model.pth'}", "tokenizer=byte", given)
+    status, output, error = run("generate", f"checkpoint={tmp_path / 'model.pth'}", "tokenizer=byte", argument)
     assert (status, output) == (2, "")
     assert error.splitlines()[-1].startswith("error: ")
-    assert given.partition("=")[0] in error.splitlines()[-1]
+    assert argument.partition("=")[0] in error.splitlines()[-1]
 
 
 def test_what_was_chosen_is_one_line(run: Run, tmp_path: Path) -> None:

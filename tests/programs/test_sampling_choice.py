@@ -1,4 +1,4 @@
-"""Sampling options that the user did not give: their source, in each program."""
+"""Tests the source of sampling options that the user did not set, in each program."""
 
 import io
 import json
@@ -26,66 +26,68 @@ THINKING_JINJA = ("{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add
                   "{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}")
 
 
-def chosen(path: str | Path, think: Think, run: Any = None, template: str | None = None, given: Any = None) -> ChosenSampling:
-    """given: the options that the user gave, as chat.py composes them with its preset."""
-    config = ChatConfig(**{"temperature": 1.0, "top_p": 0.3, **(given or {})})
-    named = chat_template(choose_template(template, str(path), run).template)
-    return SamplingChoice(config, [*(given or {})], Path(path), run, named).for_answers(think)
+def choose_sampling(path: str | Path, think: Think, run: Any = None, template: str | None = None,
+                    user_options: Any = None) -> ChosenSampling:
+    """Returns the sampling for answers. `user_options` are set in addition to the preset of chat.py."""
+    config = ChatConfig(**{"temperature": 1.0, "top_p": 0.3, **(user_options or {})})
+    template_object = chat_template(choose_template(template, str(path), run).template)
+    return SamplingChoice(config, [*(user_options or {})], Path(path), run, template_object).for_answers(think)
 
 
 @pytest.mark.parametrize(("path", "think", "expected"), [
     (G1K, True, THINK), (G1K, "fake", FAKE), (G1K, False, CHAT), ("rwkv-g1k-3b-temp-5441.pth", True, THINK),
     (OFFICIAL, "fake", FAKE), (WORLD, False, CHAT)])
 def test_the_kind_of_model_and_how_answers_begin_choose_the_preset(path: str, think: Think, expected: Sampling) -> None:
-    made = chosen(path, think)
-    assert made.sampling == expected
-    assert made.why
+    result = choose_sampling(path, think)
+    assert result.sampling == expected
+    assert result.why
 
 
 def test_the_template_and_the_base_of_a_run_tell_the_kind_too() -> None:
-    assert chosen("model.pth", True, template="g1").sampling == THINK
-    assert chosen("model.pth", "fake", template="flower").sampling == FAKE
-    assert chosen("runs/latest/last.ckpt", True, {"init_from": G1K}).sampling == THINK
-    assert chosen(G1K, False, template="world").sampling == CHAT
+    assert choose_sampling("model.pth", True, template="g1").sampling == THINK
+    assert choose_sampling("model.pth", "fake", template="flower").sampling == FAKE
+    assert choose_sampling("runs/latest/last.ckpt", True, {"init_from": G1K}).sampling == THINK
+    assert choose_sampling(G1K, False, template="world").sampling == CHAT
 
 
 def test_a_template_in_jinja_of_a_g1_model(tmp_path: Path) -> None:
-    """What its prompts begin counts: here an empty thought where none is asked for."""
+    """The template's prompts decide the preset. Without thoughts, a prompt ends with an empty thought here."""
     folder = tmp_path / OFFICIAL
     folder.mkdir()
     (folder / "chat_template.jinja").write_text(THINKING_JINJA)
-    assert chosen(folder, True).sampling == THINK
-    assert chosen(folder, False).sampling == FAKE
+    assert choose_sampling(folder, True).sampling == THINK
+    assert choose_sampling(folder, False).sampling == FAKE
     other = tmp_path / "RWKV7-Qwen"
     folder.rename(other)
-    assert chosen(other, True).sampling == CHAT, "of another author"
+    assert choose_sampling(other, True).sampling == CHAT, "a model of another author must not count as G1"
 
 
 def test_the_file_counts_before_the_kind_and_the_user_before_the_file(tmp_path: Path) -> None:
     folder = tmp_path / "RWKV7-G1k-1.5B"
     folder.mkdir()
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_k": 20}))
-    of_file = replace(THINK, temperature=0.7, top_k=20)  # the rest is that of its kind
-    assert chosen(folder, True).sampling == of_file
-    assert "g1_think" in str(chosen(folder, True))
-    assert chosen("runs/latest", True, {"init_from": str(folder)}).sampling == of_file
-    assert chosen(folder, True, given={"top_k": 5}).sampling == replace(of_file, top_k=5)
-    assert chosen(folder, "fake").sampling == replace(FAKE, temperature=0.7, top_k=20)
-    assert chosen(folder, True, given={"sampling": "chat"}) == ChosenSampling(CHAT, "chat", source="generation_config.json")
+    file_options = replace(THINK, temperature=0.7, top_k=20)  # the preset of the kind has the rest
+    assert choose_sampling(folder, True).sampling == file_options
+    assert "g1_think" in str(choose_sampling(folder, True))
+    assert choose_sampling("runs/latest", True, {"init_from": str(folder)}).sampling == file_options
+    assert choose_sampling(folder, True, user_options={"top_k": 5}).sampling == replace(file_options, top_k=5)
+    assert choose_sampling(folder, "fake").sampling == replace(FAKE, temperature=0.7, top_k=20)
+    assert choose_sampling(folder, True, user_options={"sampling": "chat"}) == ChosenSampling(
+        CHAT, "chat", source="generation_config.json")
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_p": 7}))
     with pytest.raises(UserError) as error:
-        chosen(folder, True)
+        choose_sampling(folder, True)
     assert "generation_config.json" in str(error.value)
     assert "top_p" in str(error.value)
-    assert chosen(folder, True, given={"sampling": "chat"}).sampling == CHAT, "which is the way out"
+    assert choose_sampling(folder, True, user_options={"sampling": "chat"}).sampling == CHAT, "sampling= must avoid the error"
 
 
 @pytest.mark.parametrize("stated", ['"top_k": Infinity', '"top_k": NaN', '"top_k": 40.7', f'"temperature": {"9" * 400}',
-                                    '"temperature": NaN', '"min_p": -1', '"repetition_penalty": Infinity'])
+                                   '"temperature": NaN', '"min_p": -1', '"repetition_penalty": Infinity'])
 def test_a_file_with_a_number_that_is_no_option_is_one_sentence(tmp_path: Path, stated: str) -> None:
     (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, {stated}}}')
     with pytest.raises(UserError) as error:
-        chosen(tmp_path, False)
+        choose_sampling(tmp_path, False)
     assert "generation_config.json" in str(error.value)
     assert stated.split('"')[1] in str(error.value)
 
@@ -93,11 +95,11 @@ def test_a_file_with_a_number_that_is_no_option_is_one_sentence(tmp_path: Path, 
 @pytest.mark.parametrize(("stated", "top_k"), [("20.0", 20), ("-1", 0), ("0", 0), ("9" * 400, int("9" * 400))])
 def test_a_file_s_top_k(tmp_path: Path, stated: str, top_k: int) -> None:
     (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, "top_k": {stated}}}')
-    assert chosen(tmp_path, False).sampling == Sampling(1.0, top_k, 1.0)
+    assert choose_sampling(tmp_path, False).sampling == Sampling(1.0, top_k, 1.0)
 
 
 def test_the_files_beside_it_are_for_their_answers_alone(tmp_path: Path) -> None:
-    """The files of rwkv-rs/rwkv7-g1-st."""
+    """The files are those of rwkv-rs/rwkv7-g1-st."""
     folder = tmp_path / "rwkv7-g1k-1.5b"
     folder.mkdir()
     penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.1, "penalty_decay": 0.988}
@@ -115,22 +117,22 @@ def test_the_files_beside_it_are_for_their_answers_alone(tmp_path: Path) -> None
     line = str(choice.for_answers(True))
     assert "stop ['✿'," in line
     assert "max_new_tokens 3000" in line
-    given = SamplingChoice(ChatConfig(), ["max_new_tokens", "stop"], folder, None, chat_template("g1")).for_answers(True)
-    assert (given.stop, given.max_new_tokens) == ((), None)
+    answers = SamplingChoice(ChatConfig(), ["max_new_tokens", "stop"], folder, None, chat_template("g1")).for_answers(True)
+    assert (answers.stop, answers.max_new_tokens) == ((), None)
 
 
 def test_penalties_alone_leave_the_preset_of_the_program(tmp_path: Path) -> None:
-    """A file that does not say how to draw, of a model that is of no known kind."""
+    """The file does not say how to sample, and the kind of the model is unknown."""
     (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.2}')
-    assert chosen(tmp_path, False).sampling == Sampling(1.0, 0, 0.3, repetition_penalty=1.2)
+    assert choose_sampling(tmp_path, False).sampling == Sampling(1.0, 0, 0.3, repetition_penalty=1.2)
 
 
 @pytest.mark.parametrize("value", [0.5, 1.0])
 def test_an_option_changes_itself_alone(value: float) -> None:
-    """Also to what the program's own preset has."""
-    made = chosen(G1K, True, given={"temperature": value})
-    assert made.sampling == Sampling(value, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
-    assert made.overrides == (f"temperature={value}",)
+    """The option counts even if it has the value of the program's own preset."""
+    result = choose_sampling(G1K, True, user_options={"temperature": value})
+    assert result.sampling == Sampling(value, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
+    assert result.overrides == (f"temperature={value}",)
 
 
 @pytest.fixture
@@ -147,10 +149,10 @@ def sampling_lines(error: str) -> list[str]:
 
 @pytest.mark.programs
 def test_chat_chooses_and_chooses_anew(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def turns(*typed: str) -> None:
+    def set_input(*typed: str) -> None:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(typed).encode())))
 
-    turns("/think fake", "/set top_k=3", "/think true", "/set sampling=greedy", "/think false")
+    set_input("/think fake", "/set top_k=3", "/think true", "/set sampling=greedy", "/think false")
     status, _, error = run("chat", f"checkpoint={G1K}.safetensors", "think=true", "min_p=0.1")
     assert status == 0
     lines = sampling_lines(error)
@@ -158,7 +160,7 @@ def test_chat_chooses_and_chooses_anew(run: Run, monkeypatch: pytest.MonkeyPatch
     assert all("min_p 0.1" in line for line in lines[:3])
     assert "top_k 3," in lines[2]
     assert "G1k" in lines[0]
-    turns("/think")
+    set_input("/think")
     _, _, error = run("chat", f"checkpoint={G1K}.safetensors", "sampling=chat")
     assert sampling_lines(error) == [f"sampling: chat: {CHAT}"]
 
@@ -167,10 +169,10 @@ def test_chat_chooses_and_chooses_anew(run: Run, monkeypatch: pytest.MonkeyPatch
 def test_generate_takes_the_files_options(run: Run) -> None:
     model, tokenizer = writing([b"a", b"b"])
     model.save_pretrained("model", tokenizer, format="huggingface")
-    asked = ("checkpoint=model", "prompt=a", "max_new_tokens=2")
-    assert sampling_lines(run("generate", *asked)[2])[0].startswith("sampling: default (")
+    arguments = ("checkpoint=model", "prompt=a", "max_new_tokens=2")
+    assert sampling_lines(run("generate", *arguments)[2])[0].startswith("sampling: default (")
     Path("model/generation_config.json").write_text('{"do_sample": true, "temperature": 0.25, "top_k": 2}')
-    (line,) = sampling_lines(run("generate", *asked)[2])
+    (line,) = sampling_lines(run("generate", *arguments)[2])
     assert line.startswith("sampling: generation_config.json (")
     assert line.endswith("temperature 0.25, top_k 2, top_p 1")
 
@@ -203,7 +205,7 @@ def test_generate_takes_the_files_stops_and_limit(run: Run) -> None:
 
 @pytest.mark.programs
 def test_requests_that_say_nothing_have_the_options_of_their_kind(tmp_path: Path) -> None:
-    """Of some 260 tokens that are as likely each: the 32 of top_k with thoughts, three tenths (top_p) without, or all."""
+    """About 260 tokens are equally likely. top_k leaves 32 of them with empty thoughts, and top_p three tenths without."""
     httpx = pytest.importorskip("httpx")
     model, tokenizer = writing([b"a"])
     model.head.weight.data.zero_()
@@ -222,16 +224,16 @@ def test_requests_that_say_nothing_have_the_options_of_their_kind(tmp_path: Path
         assert ids(top_p=1) > 100
         body = {"prompt": "a", "max_tokens": 200, "seed": 1, "logprobs": 0, "logit_bias": {"0": -100}}
         answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).json()
-        assert len({*answer["choices"][0]["logprobs"]["tokens"]}) < 90, "a completion, too"
-        (shown,) = httpx.get(f"{running.url}/v1/models").json()["data"]
-        assert Sampling(**{name: value for name, value in shown["meta"]["defaults"].items() if name != "max_tokens"}) == CHAT
+        assert len({*answer["choices"][0]["logprobs"]["tokens"]}) < 90, "a completion has the preset, too"
+        (card,) = httpx.get(f"{running.url}/v1/models").json()["data"]
+        assert Sampling(**{name: value for name, value in card["meta"]["defaults"].items() if name != "max_tokens"}) == CHAT
         lines = [line.removeprefix("sampling").strip() for line in running.log.splitlines() if line.startswith("sampling")]
         assert [name in line for name, line in zip(("chat (", "g1_think (", "g1_fake ("), lines, strict=True)] == [True] * 3
 
 
 @pytest.mark.programs
 def test_requests_have_the_stops_and_the_limit_of_their_file(tmp_path: Path) -> None:
-    """Another file for empty thoughts and for tools. A request's own stop and max_tokens count before."""
+    """Requests with tools have another file. A request's own stop and max_tokens override the file."""
     httpx = pytest.importorskip("httpx")
     model, tokenizer = writing([b":", b"a", b"b", b"c", b"d"], [b"<think></think", b"a"], [b"k", b">"])
     folder = tmp_path / "RWKV7-G1k-tiny"

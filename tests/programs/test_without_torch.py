@@ -1,7 +1,7 @@
-"""Mistakes that can be known without PyTorch, which takes seconds to import, are refused before it is imported.
+"""Tests that mistakes which can be found without PyTorch are refused before its import, which takes seconds.
 
-The commands run one after the other in a process in which importing PyTorch or Lightning is an error that no program shows as a
-user's mistake.
+The commands run one after the other in one process, in which importing PyTorch or Lightning raises RuntimeError. Programs do
+not show this error as a user's mistake.
 """
 
 import json
@@ -87,8 +87,8 @@ NO_MISTAKE = ("rwkv.programs.generate", "checkpoint=text.txt")
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tuple[int, str, str]]:
-    """The exit status and the output of each command. They write no file."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tuple[int, str, str]]:
+    """Returns the exit status and the output of each command, after checking that the commands write no file."""
     folder = tmp_path_factory.mktemp("without")
     (folder / "text.txt").write_text("a text\n" * 100, encoding="utf-8")
     (folder / "talks.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
@@ -99,17 +99,17 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tup
     done = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-c", WITHOUT, json.dumps(commands)],
                           cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
     assert sorted(folder.rglob("*")) == before
-    return {command: tuple(found) for command, found in zip(commands, json.loads(done.stdout), strict=True)}
+    return {command: tuple(result) for command, result in zip(commands, json.loads(done.stdout), strict=True)}
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("command", "said"), MISTAKES,
+@pytest.mark.parametrize(("command", "part"), MISTAKES,
                          ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
-def test_a_mistake_is_refused_without_torch(command: tuple[str, ...], said: str,
-                                            ended: dict[tuple[str, ...], tuple[int, str, str]]) -> None:
-    one_sentence(ended[command], said)
+def test_a_mistake_is_refused_without_torch(command: tuple[str, ...], part: str,
+                                            results: dict[tuple[str, ...], tuple[int, str, str]]) -> None:
+    one_sentence(results[command], part)
 
 
 @pytest.mark.programs
-def test_an_import_of_torch_would_be_noticed(ended: dict[tuple[str, ...], tuple[int, str, str]]) -> None:
-    assert "torch is imported" in ended[NO_MISTAKE][2]
+def test_an_import_of_torch_would_be_noticed(results: dict[tuple[str, ...], tuple[int, str, str]]) -> None:
+    assert "torch is imported" in results[NO_MISTAKE][2]

@@ -1,4 +1,4 @@
-"""timemix doctor, smoke and completion, and the names under which tools run."""
+"""Tests timemix doctor, smoke and completion, and the names under which tools run."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from rwkv.tools import completion, doctor, smoke
 from rwkv.tools.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent.parent
-OUTSIDE = ("dev", "notebook")            # extras of which doctor says nothing
+OUTSIDE = ("dev", "notebook")            # extras that doctor does not report
 
 
 def requirement(text: str) -> str:
@@ -29,8 +29,8 @@ def requirement(text: str) -> str:
 
 def test_doctor_knows_every_package_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    stated = {requirement(each) for each in project["dependencies"]}
-    assert stated == {name for key in ("", *doctor.ALWAYS) for name in doctor.PACKAGES[key]}
+    required = {requirement(each) for each in project["dependencies"]}
+    assert required == {name for key in ("", *doctor.ALWAYS) for name in doctor.PACKAGES[key]}
     for extra, packages in project["optional-dependencies"].items():
         assert extra in OUTSIDE or {*map(requirement, packages)} == {*doctor.PACKAGES[extra]}, extra
     assert {*doctor.FEATURES} == {*doctor.PACKAGES} - {""}
@@ -98,21 +98,21 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("arguments", [("nowhere.pth",), ("--out", "no/such/folder.json"), ("--kernel", "nothing")],
                          ids=str)
 def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    done = run("rwkv.tools.smoke", *arguments, folder=tmp_path)
-    one_sentence((done.returncode, "", done.stderr))
+    process = run("rwkv.tools.smoke", *arguments, folder=tmp_path)
+    one_sentence((process.returncode, "", process.stderr))
     assert not (tmp_path / "smoke.json").exists()
 
 
 @pytest.mark.programs
 def test_a_tool_has_one_name_with_and_without_the_program(tmp_path: Path) -> None:
     for command in ("completion", "lm_eval", "lm-eval"):
-        done = run("rwkv.tools", command, "--help", folder=tmp_path)
-        assert "unknown command" not in done.stderr, done.stderr
+        process = run("rwkv.tools", command, "--help", folder=tmp_path)
+        assert "unknown command" not in process.stderr, process.stderr
     alone = run("rwkv.tools.completion", "fish", folder=tmp_path)
     assert (alone.returncode, alone.stdout) == (0, run("rwkv.tools", "completion", "fish", folder=tmp_path).stdout)
 
 
-COMPLETIONS = [                          # a line, and what it must and must not offer
+COMPLETIONS = [                          # lines, and what completion must and must not offer
     ("timemix ", {"train", "doctor", "completion"}, {"dtype="}), ("timemix tr", {"train"}, {"serve"}),
     ("timemix serve dty", {"dtype="}, {"device="}), ("timemix serve dtype=", {"bfloat16", "int8"}, {"adamw"}),
     ("timemix train optim=a", {"adamw", "adam"}, {"muon"}), ("timemix train kernel=taichi_v", {"taichi_v3"}, {"conv1d"}),
@@ -129,15 +129,15 @@ COMPLETIONS = [                          # a line, and what it must and must not
 def test_bash_completes(line: str, offered: set[str], withheld: set[str], tmp_path: Path) -> None:
     (tmp_path / "some.file").write_text("")
     words = line.split() + [""] * line.endswith(" ")
-    listed = " ".join(f"'{word}'" for word in words)
-    asked = (f"compopt() {{ :; }}\n{completion.script('bash')}\n"
-             f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_CWORD={len(words) - 1}\n"
-             f"COMP_WORDS=({listed})\n_timemix\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"")
-    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True, cwd=tmp_path)
-    report = {*done.stdout.split()}
+    comp_words = " ".join(f"'{word}'" for word in words)
+    code = (f"compopt() {{ :; }}\n{completion.script('bash')}\n"
+            f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_CWORD={len(words) - 1}\n"
+            f"COMP_WORDS=({comp_words})\n_timemix\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"")
+    process = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    report = {*process.stdout.split()}
     assert offered <= report
     assert not withheld & report
-    assert done.stderr == ""
+    assert process.stderr == ""
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -152,24 +152,24 @@ def test_other_shells_read_their_script(shell: str) -> None:
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
 @pytest.mark.parametrize(("line", "offered", "withheld"), COMPLETIONS, ids=[line for line, *_ in COMPLETIONS])
 def test_fish_completes(line: str, offered: set[str], withheld: set[str], tmp_path: Path) -> None:
-    """Files after options of free values alone."""
+    """Files are offered only after options with free values."""
     for name in ("some.file", "intend", "adapt"):
         (tmp_path / name).write_text("")
     (tmp_path / "timemix.fish").write_text(completion.script("fish"))
-    asked = f"source timemix.fish; complete -C '{line}'"
-    done = subprocess.run(["fish", "--no-config", "-c", asked], capture_output=True, text=True, check=True, cwd=tmp_path)
-    report = {word.split("\t")[0] for word in done.stdout.splitlines()}
+    code = f"source timemix.fish; complete -C '{line}'"
+    process = subprocess.run(["fish", "--no-config", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    report = {word.split("\t")[0] for word in process.stdout.splitlines()}
     key, equals, _ = line.split(" ")[-1].partition("=")
     before = f"{key}=" * bool(equals)
     assert {before + word for word in offered} <= {*report, *(f"{word.partition('=')[0]}=" for word in report)}
     assert not {before + word for word in {*withheld, "intend", "adapt"}} & report
-    assert done.stderr == ""
+    assert process.stderr == ""
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None or shutil.which("zsh") is None, reason="needs tmux and zsh")
 @pytest.mark.soak
 def test_zsh_completes_in_a_terminal(tmp_path: Path) -> None:
-    """Its completions need a terminal."""
+    """zsh completes words only in a terminal."""
     (tmp_path / "timemix.zsh").write_text(completion.script("zsh"))
     (tmp_path / "some.file").write_text("")
     tmux = ["tmux", "-S", str(tmp_path / "tmux")]
@@ -178,7 +178,7 @@ def test_zsh_completes_in_a_terminal(tmp_path: Path) -> None:
         subprocess.run([*tmux, "send-keys", "-t", "zsh", *keys], check=True)
 
     def shows(text: str) -> bool:
-        """Whether the terminal shows the text within a minute."""
+        """Returns True if the terminal shows the text within a minute."""
         for _ in range(300):
             pane = subprocess.run([*tmux, "capture-pane", "-p", "-t", "zsh"], capture_output=True, text=True, check=True)
             if text in pane.stdout:

@@ -1,4 +1,4 @@
-"""Evaluation: what it says of a file is what the definition says, in passes of any size, and wrong inputs get one sentence."""
+"""Tests evaluation: scores match the definition in passes of any size, and wrong inputs are refused in one sentence."""
 
 import json
 import math
@@ -41,13 +41,13 @@ def words_model() -> RWKV:
 
 @pytest.fixture(autouse=True)
 def checkpoint(tmp_path: Path) -> None:
-    """Files for `run`, which starts programs in tmp_path."""
+    """Writes a checkpoint and a text for `run`, which starts programs in tmp_path."""
     small_model("conv1d", SPACED.vocab_size).save_pretrained(tmp_path / "model.ckpt", SPACED)
     (tmp_path / "text.txt").write_text("ab ba aabb " * 9)
 
 
 def test_the_last_word_goes_on_after_its_text(tmp_path: Path) -> None:
-    """Its ids are those within the text: no second space before it."""
+    """The ids are those of the whole text, so no second space precedes the word."""
     (tmp_path / "words.jsonl").write_text('{"text": "bad fed cab"}\n')
     for text in KINDS.values():
         tokenizer = JsonTokenizer(text)
@@ -56,7 +56,7 @@ def test_the_last_word_goes_on_after_its_text(tmp_path: Path) -> None:
 
 
 def nats(model: RWKV, before: list[int], ids: list[int]) -> list[float]:
-    """Of each of `ids` after `before`: the definition, in one pass, in float64."""
+    """Returns the negative log probability of each of `ids` after `before`, from one pass and a float64 softmax."""
     logits, _ = model(torch.tensor([before + ids]))
     logs = torch.log_softmax(logits[0].double(), -1)
     return [-logs[len(before) - 1 + place, token].item() for place, token in enumerate(ids)]
@@ -70,7 +70,7 @@ def nats(model: RWKV, before: list[int], ids: list[int]) -> list[float]:
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), JsonTokenizer.train([TEXT], 320)], ids=["byte", "bpe"])
 def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tokenizer: Tokenizer, chunk_len: int,
                                                                 tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 13 bytes cut characters in two."""
+    """Pieces of 13 bytes split some characters in two."""
     path = tmp_path / "text.txt"
     path.write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr(utf8, "BLOCK", 13)
@@ -143,7 +143,7 @@ def write_texts(path: Path, texts: list[str]) -> Path:
 
 
 def score_one(model: RWKV, text: str) -> tuple[float, bool]:
-    """The definition, a text at a time and a token at a time."""
+    """Returns the nats of the last word, and True if greedy decoding writes this word, token by token."""
     context, _, word = text.rpartition(" ")
     before, right = [0, *SPACED.encode(context)], True
     ids = SPACED.encode(f" {word}")
@@ -187,7 +187,7 @@ def test_last_words_from_the_command_line(run: Run, tmp_path: Path) -> None:
     assert "accuracy " in error
     write_texts(tmp_path / "texts.jsonl", [*TEXTS, "a b"])
     stripped = json.loads(run("evaluate", *EVALUATED, "data.path=texts.jsonl")[1])
-    assert stripped["perplexity"] == pytest.approx(result["perplexity"]), "spaces at the end"
+    assert stripped["perplexity"] == pytest.approx(result["perplexity"]), "spaces at the end must not count"
     shifted = json.loads(run("evaluate", *EVALUATED, "data.path=texts.jsonl", "start=ab a")[1])
     assert shifted["perplexity"] != pytest.approx(result["perplexity"])
 
@@ -220,7 +220,7 @@ def test_a_text_that_is_lost_as_a_whole_is_no_empty_file(run: Run) -> None:
 
 
 def test_a_last_word_that_is_lost_is_not_right(run: Run, tmp_path: Path) -> None:
-    """Without ids there is nothing to predict, and with an unknown token hardly anything."""
+    """Characters that the tokenizer drops have no ids to predict, but the word must not count as right."""
     small_model("conv1d", 320).save_pretrained("model.ckpt", dropping("ab"))
     write_texts(tmp_path / "texts.jsonl", ["ab éé", "a ûû"])
     status, output, error = run("evaluate", *EVALUATED, "data.path=texts.jsonl")
@@ -239,7 +239,7 @@ def test_answers_that_are_lost_are_counted(run: Run) -> None:
     assert (status, json.loads(output)["lost_bytes"]) == (0, 4)
 
 
-# What is wrong is said in one sentence
+# Errors of one sentence
 
 GOOD = b'{"text": "a b"}\n'
 WRONG_TEXTS = {
@@ -262,21 +262,21 @@ WRONG_LINES = {
 }
 
 
-@pytest.mark.parametrize(("content", "named"), WRONG_TEXTS.values(), ids=WRONG_TEXTS)
-def test_a_wrong_text_is_named(tmp_path: Path, content: bytes, named: str) -> None:
+@pytest.mark.parametrize(("content", "message"), WRONG_TEXTS.values(), ids=WRONG_TEXTS)
+def test_a_wrong_text_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.txt").write_bytes(content)
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=message):
         evaluation.count_tokens(SPACED, tmp_path / "x.txt")
 
 
-@pytest.mark.parametrize(("content", "named"), WRONG_LINES.values(), ids=WRONG_LINES)
-def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, named: str) -> None:
+@pytest.mark.parametrize(("content", "message"), WRONG_LINES.values(), ids=WRONG_LINES)
+def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=message):
         read_last_words(SPACED, tmp_path / "x.jsonl", [0])
 
 
-@pytest.mark.parametrize(("arguments", "named"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     ((), "data.path"),
     (("data.path=absent.txt",), "data.path=absent.txt"),
     (("data.path=.",), "data.path=."),
@@ -286,8 +286,8 @@ def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, n
     (("data=text",), "data.path"),
     (("data.path=text.txt", "tokenizer=byte"), "tokenizer=byte"),
 ])
-def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: str) -> None:
-    one_sentence(run("evaluate", *EVALUATED, *arguments), named)
+def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    one_sentence(run("evaluate", *EVALUATED, *arguments), message)
 
 
 def test_a_text_shorter_than_two_tokens_is_predicted_from_the_end_of_text(run: Run) -> None:
@@ -297,8 +297,8 @@ def test_a_text_shorter_than_two_tokens_is_predicted_from_the_end_of_text(run: R
     assert result["loss"] == pytest.approx(nats(small_model("conv1d", SPACED.vocab_size), [0], SPACED.encode("a"))[0], rel=1e-5)
 
 
-def hears_ctrl_c() -> None:
-    """A shell starts what runs in its background with SIGINT ignored, these tests and their children included."""
+def restore_sigint() -> None:
+    """Restores SIGINT, because a shell starts its background jobs, such as these tests, with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -309,7 +309,7 @@ def test_ctrl_c_ends_it_with_a_word_and_no_result(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rwkv.tools.evaluate", f"checkpoint={tmp_path / 'model.ckpt'}", "kernel=conv1d",
                f"data.path={tmp_path / 'text.txt'}", f"out={tmp_path / 'out.json'}", "chunk_len=1"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          preexec_fn=hears_ctrl_c) as process:
+                          preexec_fn=restore_sigint) as process:
         assert process.stderr is not None
         assert process.stderr.read(3), "the progress bar"
         time.sleep(0.3)
@@ -322,23 +322,23 @@ def test_ctrl_c_ends_it_with_a_word_and_no_result(tmp_path: Path) -> None:
 
 
 def test_answers_are_scored_alone(tmp_path: Path) -> None:
-    """Against a pass over each conversation by itself; a batch is padded, and passes are short."""
+    """Scores of a padded batch in short passes match a pass over each conversation alone."""
     talks = [("a", "b"), ("a longer question", "and an answer"), ("c", "d")]
     path = tmp_path / "talks.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": question, "completion": answer}) for question, answer in talks))
     model, tokenizer = small_model(generation="rwkv7", vocab_size=256), ByteTokenizer()
     expected, count = 0.0, 0
     for question, answer in talks:
-        prompt, said = f"User: {question}\n\nAssistant:".encode(), f" {answer}\n\n\0".encode()
-        ids = torch.tensor([[*prompt, *said]])
+        prompt, answer_bytes = f"User: {question}\n\nAssistant:".encode(), f" {answer}\n\n\0".encode()
+        ids = torch.tensor([[*prompt, *answer_bytes]])
         with torch.no_grad():
             logits = model(ids)[0][0, len(prompt) - 1:-1]
         expected += torch.nn.functional.cross_entropy(logits, ids[0, len(prompt):], reduction="sum").item()
-        count += len(said)
-    found = list(evaluation.score_texts(model, read_answers(tokenizer, path, chat_template("world")), 2, 5))
-    assert sum(score.texts for score in found) == 3
-    assert sum(score.tokens for score in found) == count
-    assert sum(score.nats for score in found) == pytest.approx(expected, rel=1e-5)
+        count += len(answer_bytes)
+    scores = list(evaluation.score_texts(model, read_answers(tokenizer, path, chat_template("world")), 2, 5))
+    assert sum(score.texts for score in scores) == 3
+    assert sum(score.tokens for score in scores) == count
+    assert sum(score.nats for score in scores) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.programs

@@ -1,4 +1,4 @@
-"""rwkv.tools.lm_eval: what it passes on, and the harness's numbers beside those of its own model `hf` on the same weights."""
+"""Tests rwkv.tools.lm_eval: the options it passes on, and scores that equal those of the harness's own model `hf`."""
 
 import importlib.util
 import json
@@ -111,7 +111,7 @@ def harness() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An RWKV-4 with its tokenizer in transformers' form, a file of questions and the tasks on it."""
+    """Returns a folder with an RWKV-4 directory for transformers, a file of questions, and tasks that use the questions."""
     definition = Definition(models.BPE())
     definition.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     definition.decoder = decoders.ByteLevel()
@@ -136,8 +136,8 @@ def arguments(folder: Path, out: str) -> list[str]:
             "--device", "cpu"]
 
 
-def found(folder: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The results of each task, and the answers to each of its requests."""
+def read_results(folder: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Returns the results of each task, and the answers to each request of a task."""
     (results,) = folder.rglob("results_*.json")
     answers = {}
     for name in TASKS:
@@ -148,7 +148,7 @@ def found(folder: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
 
 
 def numbers(value: Any) -> list[Any]:
-    """The leaves; the harness writes some numbers as texts."""
+    """Returns the leaves of nested lists, as floats where possible, because the harness writes some numbers as texts."""
     if isinstance(value, list):
         return [leaf for item in value for leaf in numbers(item)]
     try:
@@ -162,12 +162,12 @@ def numbers(value: Any) -> list[Any]:
 def test_the_numbers_are_those_of_the_harness_s_own_model(harness: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(folder / "cache"))
     environment = os.environ | ENVIRONMENT | {"HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "rwkv.tools.lm_eval", "--model_args", f"checkpoint={folder / 'model'}",
-                           "--batch_size", "5", *arguments(folder, "ours")], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-m", "rwkv.tools.lm_eval", "--model_args", f"checkpoint={folder / 'model'}",
+                              "--batch_size", "5", *arguments(folder, "ours")], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
     in_peers_environment("-m", "lm_eval", "run", "--model", "hf", "--batch_size", "1", "--model_args",
                          f"pretrained={folder / 'model'},dtype=float32", *arguments(folder, "theirs"), cwd=folder)
-    (ours, our_answers), (theirs, their_answers) = found(folder / "ours"), found(folder / "theirs")
+    (ours, our_answers), (theirs, their_answers) = read_results(folder / "ours"), read_results(folder / "theirs")
     for name in TASKS:
         for metric, value in theirs[name].items():
             if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""What tests of several files share."""
+"""Defines fixtures that the tests of several files use."""
 
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from training_runs import TEXT
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file's own folder, with text.txt."""
+    """Returns a folder for the tests of one file, with text.txt."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return folder
@@ -18,6 +18,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def without_code_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile but its code generator, which needs a C++ compiler and a minute."""
+    """Makes torch.compile skip its code generator, which needs a C++ compiler and a minute."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     monkeypatch.setattr("shutil.which", lambda name: name)

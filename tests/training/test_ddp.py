@@ -1,4 +1,4 @@
-"""Several processes train the run that one does: the same windows in each step, the same losses; they stop and go on as one."""
+"""Tests that several processes have the losses of one process, and that they stop, fail and continue together."""
 
 import os
 import shutil
@@ -36,10 +36,10 @@ def one(folder: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Done:
-    """Where the system allows it, the machine's own name has no address, as in many containers."""
+    """Trains with two processes. If possible, the machine's own name has no address, as in many containers."""
     unnamed = ("unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname no-such-host && exec "$@"', "sh")
-    possible = shutil.which("unshare") and subprocess.run([*unnamed, "true"], capture_output=True, check=False).returncode == 0
-    return finish(start(folder, "train", *RUN, *TWO, "out_dir=two", within=unnamed if possible else ()))
+    works = shutil.which("unshare") and subprocess.run([*unnamed, "true"], capture_output=True, check=False).returncode == 0
+    return finish(start(folder, "train", *RUN, *TWO, "out_dir=two", within=unnamed if works else ()))
 
 
 def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done) -> None:
@@ -54,7 +54,7 @@ def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done
 
 
 def test_each_process_draws_random_numbers_of_its_own(folder: Path, two: Done) -> None:
-    """Dropout's masks are others for each process's rows."""
+    """Each process must draw its own masks for dropout."""
     checkpoint = torch.load(folder / "two/checkpoints/last.ckpt", weights_only=True)
     first, second = checkpoint["callbacks"]["RandomState"]["ranks"]
     assert not torch.equal(first["torch"], second["torch"])
@@ -63,7 +63,7 @@ def test_each_process_draws_random_numbers_of_its_own(folder: Path, two: Done) -
 
 
 def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:
-    """Through a validation whose last batch is one process's alone, to the last sample and the report."""
+    """In validation, one process alone has the last batch. The run must still write the last sample and the report."""
     windows = -(-(len(TEXT.encode()) // 10) // 16)
     assert -(-windows // 2) % 2 == 1
     assert two.status == 0, two.error
@@ -74,7 +74,7 @@ def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:
 
 def test_two_processes_speak_with_one_voice(one: Done, two: Done) -> None:
     def first_words(text: str) -> Counter[str]:
-        """But the progress, and what one process says before it knows that it is alone."""
+        """Counts the first words of lines, except lines of progress bars and lines about loading."""
         lines = [line for line in text.splitlines() if line.strip() and "%|" not in line]
         return Counter(line.split()[0] for line in lines if not line.startswith("loading"))
 
@@ -82,26 +82,26 @@ def test_two_processes_speak_with_one_voice(one: Done, two: Done) -> None:
     assert len(two.output) == len(one.output)
 
 
-def impatient(rank: int, folder: Path, port: int) -> None:
+def broadcast_with_short_timeout(rank: int, folder: Path, port: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     with processes.connect_processes():
         distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
-        found = processes.broadcast_from_rank0(lambda: time.sleep(3) or "tokenised")
-        (folder / f"{rank}.txt").write_text(found)
+        text = processes.broadcast_from_rank0(lambda: time.sleep(3) or "tokenised")
+        (folder / f"{rank}.txt").write_text(text)
 
 
 @pytest.mark.soak
 def test_the_others_wait_as_long_as_the_first_one_needs(tmp_path: Path) -> None:
-    """It tokenises for all, for hours where there is much; torch's own patience, half an hour, is a second here."""
-    multiprocessing.spawn(impatient, (tmp_path, free_port()), nprocs=2)
+    """The first process may tokenise a large text for hours. torch's timeout of half an hour is one second here."""
+    multiprocessing.spawn(broadcast_with_short_timeout, (tmp_path, free_port()), nprocs=2)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["tokenised", "tokenised"]
 
 
 # Connecting
 
 
-def ends_once(folder: Path) -> None:
-    """One of two processes, of which the second ends at its first start, and is the later one at its second."""
+def end_at_first_start(folder: Path) -> None:
+    """Connects as one of two processes. The second one ends at its first start, and connects late at its second start."""
     if (folder / "ended").exists() and os.environ["RANK"] == "1":
         time.sleep(1)
     with processes.connect_processes():
@@ -117,12 +117,12 @@ def test_processes_that_a_launcher_starts_again_find_each_other(tmp_path: Path) 
     preloaded()
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, run_id=uuid.uuid4().hex,
                           rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", start_method=METHOD)
-    elastic_launch(config, ends_once)(tmp_path)
+    elastic_launch(config, end_at_first_start)(tmp_path)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["[0, 1]", "[0, 1]"]
 
 
-def alone(address: str, port: int) -> None:
-    """One of two processes, whose other one never comes; started with Ctrl-C ignored, as in the background of a shell."""
+def connect_alone(address: str, port: int) -> None:
+    """Connects as one of two processes, whose other one never comes. Ctrl-C is ignored, as in the background of a shell."""
     os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=str(port))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.CONNECT_TIMEOUT = timedelta(seconds=0 if address != "127.0.0.1" else 60)
@@ -135,7 +135,7 @@ def test_a_signal_ends_a_process_that_waits_for_others(number: int) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        process = preloaded().Process(target=alone, args=listening.getsockname())
+        process = preloaded().Process(target=connect_alone, args=listening.getsockname())
         process.start()
         connection, _ = listening.accept()
         os.kill(process.pid, number)
@@ -145,7 +145,7 @@ def test_a_signal_ends_a_process_that_waits_for_others(number: int) -> None:
 
 
 def test_an_address_that_is_none_is_a_user_s_mistake() -> None:
-    process = preloaded().Process(target=alone, args=("no such host", 1))
+    process = preloaded().Process(target=connect_alone, args=("no such host", 1))
     process.start()
     process.join(60)
     assert process.exitcode == cli.USER_ERROR
@@ -159,9 +159,7 @@ def test_an_interface_that_is_none_is_one_sentence(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.soak
 def test_two_processes_go_on_to_the_bit_after_ctrl_c(folder: Path, two: Done) -> None:
-    """The launcher alone is asked, in the background of a shell, and the command to continue names no processes: the run knows
-    them.
-    """
+    """The launcher alone gets Ctrl-C, in the background of a shell. The command to continue need not say how many processes."""
     process = start(folder, "train", *RUN, *TWO, "out_dir=stopped", within=("sh", "-c", "trap '' INT; exec \"$@\"", "sh"))
     wait_for(process, folder / "stopped", 5)
     process.send_signal(signal.SIGINT)
@@ -169,16 +167,16 @@ def test_two_processes_go_on_to_the_bit_after_ctrl_c(folder: Path, two: Done) ->
     assert stopped.status == 130, stopped.error
     assert "Traceback" not in stopped.error
     assert "python train.py resume=auto out_dir=stopped" in stopped.error
-    done = finish(start(folder, "train", "resume=auto", "out_dir=stopped"))
-    assert done.status == 0, done.error
+    result = finish(start(folder, "train", "resume=auto", "out_dir=stopped"))
+    assert result.status == 0, result.error
     assert_same_training(folder / "stopped", folder / "two")
 
 
 @pytest.mark.soak
 def test_two_processes_that_diverge_end_together_and_one_says_so(folder: Path) -> None:
-    done = finish(start(folder, "train", *RUN, *TWO, "optim.lr=1e30", "out_dir=diverged"))
-    assert done.status not in (0, 130)
-    (said,) = [line for line in done.error.splitlines() if line.startswith("error: ")]
-    assert "optim.lr" in said
-    assert "Traceback" not in done.error
+    result = finish(start(folder, "train", *RUN, *TWO, "optim.lr=1e30", "out_dir=diverged"))
+    assert result.status not in (0, 130)
+    (error,) = [line for line in result.error.splitlines() if line.startswith("error: ")]
+    assert "optim.lr" in error
+    assert "Traceback" not in result.error
     assert (folder / "diverged" / "report.html").is_file()

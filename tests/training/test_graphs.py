@@ -1,4 +1,4 @@
-"""CUDA graphs of blocks: which runs have them, and that a replay computes what the blocks compute, with a fake capture."""
+"""Tests which runs have CUDA graphs of blocks, and that a replay computes what the blocks compute, with a fake capture."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,10 +28,10 @@ def with_trainer(**options: Any) -> TrainConfig:
 
 def test_a_small_run_on_a_gpu_has_graphs_and_a_large_one_only_if_asked() -> None:
     large = replace(SMALL, model=ModelConfig(n_embd=2048, ctx_len=4096))
-    asked = replace(large, trainer=TrainerConfig(graphs=True))
+    with_graphs = replace(large, trainer=TrainerConfig(graphs=True))
     assert graphs.uses_graphs(SMALL, GPU, "cuda_v3")
     assert not graphs.uses_graphs(large, GPU, "cuda_v3")
-    assert graphs.uses_graphs(asked, GPU, "triton_scan")
+    assert graphs.uses_graphs(with_graphs, GPU, "triton_scan")
     assert "bottleneck" in str(graphs.describe(large, GPU, "cuda_v3"))
     assert "trainer.graphs=false" in str(graphs.describe(SMALL, GPU, "cuda_v3"))
 
@@ -60,8 +60,8 @@ def test_a_run_that_cannot_be_captured_has_none_and_is_told_why(config: TrainCon
 # Replays
 
 
-class Captured(torch.autograd.Function):
-    """As a graph: computed from a fixed input, with results that the next replay overwrites."""
+class FakeReplay(torch.autograd.Function):
+    """Computes like a CUDA graph: from a fixed input, with results that the next replay overwrites."""
 
     @staticmethod
     def forward(ctx: Any, graph: "FakeGraph", x: Tensor, *parameters: Tensor) -> Tensor:
@@ -75,32 +75,32 @@ class Captured(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         graph = ctx.graph
-        found = torch.autograd.grad(graph.output, (graph.input, *graph.blocks.parameters()), grad)
-        return None, *found
+        gradients = torch.autograd.grad(graph.output, (graph.input, *graph.blocks.parameters()), grad)
+        return None, *gradients
 
 
 class FakeGraph:
-    """In the place of torch.cuda.make_graphed_callables, which needs a GPU."""
+    """Replaces torch.cuda.make_graphed_callables, which needs a GPU."""
 
     def __init__(self, blocks: nn.Module, sample: tuple[Tensor], allow_unused_input: bool) -> None:
         self.blocks, self.input = blocks, sample[0]
         self.half = torch.is_autocast_enabled("cpu")
         assert not torch.is_autocast_cache_enabled()
-        blocks(*sample).sum().backward()         # as a capture: makes the copies of the weights
+        blocks(*sample).sum().backward()         # like a capture, this makes the copies of the weights
         for parameter in blocks.parameters():
             parameter.grad = None
         self.output = sample[0]
         self.replays = 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = Captured.apply(self, x, *self.blocks.parameters())
+        out: Tensor = FakeReplay.apply(self, x, *self.blocks.parameters())
         return out
 
 
-def trained(generation: str, precision: str, replayed: bool) -> tuple[list[float], list[Tensor], Replay | None]:
+def train(generation: str, precision: str, with_replay: bool) -> tuple[list[float], list[Tensor], Replay | None]:
     torch.manual_seed(0)
     model = prepare_blocks(small_model("c_v0", generation=generation), TrainerConfig(precision=precision))
-    if replayed:
+    if with_replay:
         model.replay = Replay(model, FakeGraph)
     task = LanguageModel(model, OptimConfig(), 10, 1.0)
     optimizer = task.configure_optimizers()["optimizer"]
@@ -119,8 +119,8 @@ def trained(generation: str, precision: str, replayed: bool) -> tuple[list[float
 @each_generation
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_run_with_replays_is_the_run_without_to_the_bit(generation: str, precision: str) -> None:
-    losses, weights, replay = trained(generation, precision, True)
-    expected, expected_weights, _ = trained(generation, precision, False)
+    losses, weights, replay = train(generation, precision, True)
+    expected, expected_weights, _ = train(generation, precision, False)
     assert replay is not None
     assert replay._graph.replays == 3
     assert losses == expected
@@ -151,11 +151,11 @@ def test_what_a_replay_cannot_compute_is_computed_as_usual() -> None:
 
 
 def test_a_capture_that_fails_leaves_a_line_and_the_usual_way(capsys: pytest.CaptureFixture[str]) -> None:
-    def fails(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     model = small_model("c_v0", generation="rwkv4")
-    model.replay = Replay(model, fails)
+    model.replay = Replay(model, fail)
     for _ in range(2):
         model.forward_features(tokens(model)).sum().backward()
     assert capsys.readouterr().err.count("the capture failed: operation not permitted when stream is capturing") == 1

@@ -1,4 +1,4 @@
-"""The comparison of a kernel with its operator's reference before a run; tests/report/ has a wrong kernel."""
+"""Tests the comparison of a kernel with its operator's reference before a run. tests/report/ has a wrong kernel."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def test_right_kernels_pass(operator: str, name: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("spoilt", ["nothing", "the second run", "the last block"])
 def test_a_kernel_whose_threads_race_is_named(spoilt: str) -> None:
-    """Its first run is right, or all but its last block, which small cases do not have."""
+    """The first run is right, or everything but the last block, which small cases do not have."""
     shapes: list[torch.Size] = []
 
     def forward(*inputs: Any) -> torch.Tensor:
@@ -36,10 +36,10 @@ def test_a_kernel_whose_threads_race_is_named(spoilt: str) -> None:
 
     calls = len(shapes_of_a_run())
     with selectable_stub("timex", forward, conv1d.backward) as name:
-        said = check(select("wkv4", name), "wkv4", torch.device("cpu"), torch.float32)
+        message = check(select("wkv4", name), "wkv4", torch.device("cpu"), torch.float32)
         assert len(shapes) == 2 * calls
-        assert (said is None) == (spoilt == "nothing")
-        assert said is None or f"kernel={name} is wrong: in {1 + (spoilt == 'the last block')} of 2 runs" in said
+        assert (message is None) == (spoilt == "nothing")
+        assert message is None or f"kernel={name} is wrong: in {1 + (spoilt == 'the last block')} of 2 runs" in message
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -50,7 +50,7 @@ def test_an_operator_whose_cases_lack_a_part_is_named(part: str, monkeypatch: py
 
 
 def shapes_of_a_run() -> list[torch.Size]:
-    """Of what timex computes in one run of the case."""
+    """Returns the shapes of timex's results in one run of the case."""
     shapes: list[torch.Size] = []
 
     def forward(*inputs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""make soak: RWKV-7 under every kernel by one sweep."""
+"""Trains RWKV-7 with every kernel in one sweep (make soak)."""
 
 from pathlib import Path
 
@@ -13,10 +13,10 @@ RECIPE = ("model=rwkv7_tiny", "optim=adamw", "optim.lr=6e-4", "trainer.max_steps
           "trainer.val_every=50", "trainer.sample_tokens=0", "logger=csv", f"data.cache_dir={ROOT / '.cache'}")
 @pytest.mark.parametrize(("eps", "allowed"), [("1e-8", 1e-4), ("1e-18", None)])
 def test_fifty_steps_under_every_kernel(tmp_path: Path, eps: str, allowed: float | None) -> None:
-    """With the official eps, 1e-18, rounding decides updates where a gradient is almost 0: the difference is printed alone."""
+    """With the official eps, 1e-18, rounding decides updates of gradients near 0. The difference is then only printed."""
     arguments = (*RECIPE, f"optim.eps={eps}", f"kernel={','.join(KERNELS)}", "out_dir=sweep")
-    done = finish(start(tmp_path, "train", "-m", *arguments), timeout_s=1800)
-    assert done.status == 0, done.error
+    result = finish(start(tmp_path, "train", "-m", *arguments), timeout_s=1800)
+    assert result.status == 0, result.error
     runs = {folder.parent.name: list(losses(folder.parent).values()) for folder in tmp_path.glob("sweep/*/metrics.csv")}
     assert len(runs) == len(KERNELS)
     assert all(len(run) == 50 for run in runs.values())

@@ -1,4 +1,4 @@
-"""W&B as the user has set it up: a continued run, the mode that the user has chosen, and a broken installation."""
+"""Tests W&B as the user has set it up: continued runs, modes, settings, sweeps, and a broken installation."""
 
 import shutil
 import subprocess
@@ -24,7 +24,7 @@ CONFIG = LoggerConfig(name="wandb")
 
 @pytest.fixture(autouse=True)
 def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """W&B reads its environment once in a process; here it does for each test, with nobody logged in."""
+    """Makes W&B read its environment anew for each test, with nobody logged in, because W&B reads it once per process."""
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     wandb.teardown()
     yield
@@ -46,7 +46,7 @@ def test_a_continued_run_keeps_its_id(name: str, tmp_path: Path, monkeypatch: py
 
 
 def wandb_run(config: LoggerConfig, out_dir: Path, resumed_at: int | None = None) -> Any:
-    """A run of W&B, begun or continued; W&B reads its environment anew."""
+    """Returns a new or continued run of W&B, which reads its environment anew."""
     wandb.finish()
     wandb.teardown()
     out_dir.mkdir(exist_ok=True)
@@ -73,9 +73,9 @@ def test_the_users_settings_win_over_defaults_and_options_over_both(tmp_path: Pa
     assert (run.notes, run.tags, run.job_type, run.entity) == ("a note", ("one", "two"), "train", "someone")
     assert Path(run.dir).parts[len(tmp_path.parts)] == "wandb"
     again = wandb_run(CONFIG, tmp_path / "out", resumed_at=1)
-    assert again.id == run.id, "though W&B's folder is elsewhere"
-    given = LoggerConfig(name="wandb", project="timemix", group="ours", run_name="this")
-    run = wandb_run(given, tmp_path / "given")
+    assert again.id == run.id, "W&B's folder elsewhere must not matter"
+    own_config = LoggerConfig(name="wandb", project="timemix", group="ours", run_name="this")
+    run = wandb_run(own_config, tmp_path / "given")
     assert (run.project, run.group, run.name) == ("timemix", "ours", "this")
 
 
@@ -95,10 +95,10 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest
     first = wandb_run(CONFIG, tmp_path / "one").id
     wandb.finish()
     shutil.copytree(tmp_path / "one", tmp_path / "two")
-    copied = wandb_run(CONFIG, tmp_path / "two", resumed_at=1).id
-    assert copied != first
+    copy_id = wandb_run(CONFIG, tmp_path / "two", resumed_at=1).id
+    assert copy_id != first
     assert "is a copy" in capsys.readouterr().err
-    assert wandb_run(CONFIG, tmp_path / "two", resumed_at=1).id == copied, "it goes on under its own"
+    assert wandb_run(CONFIG, tmp_path / "two", resumed_at=1).id == copy_id, "the copy must keep its own id"
     assert wandb_run(CONFIG, tmp_path / "one", resumed_at=1).id == first
     wandb.finish()
     (tmp_path / "one").rename(tmp_path / "moved")
@@ -108,7 +108,7 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.programs
 def test_a_sweep_is_uploaded_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                             capsys: pytest.CaptureFixture[str]) -> None:
-    """Its runs say nothing; a run in two parts needs a command of its own, which follows."""
+    """The runs of the sweep print no command. A run in two parts gets a second command."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "sweep.json").write_text("{}")
     (tmp_path / "report.html").write_text("a report")
@@ -118,17 +118,17 @@ def test_a_sweep_is_uploaded_by_one_command(tmp_path: Path, monkeypatch: pytest.
     wandb.finish()
     assert "wandb sync" not in capsys.readouterr().err
     loggers.log_report(CONFIG, tmp_path, [{"kernel": "conv1d"}], [])
-    said = capsys.readouterr().err
-    assert said.count("wandb sync") == 1
-    command = said.partition("`")[2].partition("`")[0]
-    shown = subprocess.run(["bash", "-c", command.replace("wandb sync", "ls -d")], capture_output=True, text=True, check=True)
-    assert len(shown.stdout.split()) == 3, "two runs and the report"
+    output = capsys.readouterr().err
+    assert output.count("wandb sync") == 1
+    command = output.partition("`")[2].partition("`")[0]
+    listing = subprocess.run(["bash", "-c", command.replace("wandb sync", "ls -d")], capture_output=True, text=True, check=True)
+    assert len(listing.stdout.split()) == 3, "two runs and the report"
     part = next((tmp_path / "kernel=conv1d" / "wandb").glob("*run-*"))
     shutil.copytree(part, part.with_name(part.name.replace("run-2", "run-3")))
     loggers.log_report(CONFIG, tmp_path, [{"kernel": "conv1d"}], [])
-    said = capsys.readouterr().err
-    assert said.count("wandb sync") == 2
-    assert said.count("--id") == 1
+    output = capsys.readouterr().err
+    assert output.count("wandb sync") == 2
+    assert output.count("--id") == 1
 
 
 def test_wandb_that_the_user_has_disabled_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -143,7 +143,7 @@ def test_wandb_that_the_user_has_disabled_writes_nothing(tmp_path: Path, monkeyp
 
 
 def test_a_broken_wandb_is_a_sentence_before_the_data_are_read(run: Run, tmp_path: Path) -> None:
-    """A module whose import fails takes the place of the installed one."""
+    """A module whose import fails replaces the installed wandb."""
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "wandb.py").write_text("raise TypeError('Descriptors cannot be created directly.')\n")
@@ -155,7 +155,7 @@ def test_a_broken_wandb_is_a_sentence_before_the_data_are_read(run: Run, tmp_pat
         result = run("train", "debug=fast", "data=text", "data.path=text.txt", "trainer=cpu", "kernel=conv1d", "out_dir=mine",
                      "data.cache_dir=cache")
     one_sentence(result, "logger=wandb", "Descriptors cannot be created directly", "logger=csv")
-    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "broken"}, "the data were not read"
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "broken"}, "the data must not be read"
 
 
 @pytest.mark.programs

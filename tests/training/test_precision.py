@@ -1,4 +1,4 @@
-"""The precision that a run and a generating program take on a GPU and on a CPU, with torch.cuda as on such a machine."""
+"""Tests which precision training and generation choose on a CPU, and on a GPU that a fake torch.cuda reports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +20,12 @@ from rwkv.training.run.opening import open_run
 from rwkv.training.trainer import precision_for
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
-As = Callable[..., None]
+FakeGpu = Callable[..., None]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> As:
-    """Lets torch report a GPU of this capability; bfloat16 comes with 8.0."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Returns a function that makes torch report a GPU. bfloat16 requires the capability 8.0."""
     def fake(major: int = 9, memory: float = 80e9) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: major >= 8)
@@ -41,31 +41,31 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-@pytest.mark.parametrize(("major", "asked", "resolved"), [
+@pytest.mark.parametrize(("major", "option", "expected"), [
     (9, None, "bf16-mixed"), (9, "auto", "bf16-mixed"), (9, "32-true", "32-true"), (9, "tf32", "tf32"),
     (9, "fp16-mixed", "fp16-mixed"), (8, None, "bf16-mixed"), (7, None, "32-true"), (7, "auto", "32-true"),
     (7, "fp16-mixed", "fp16-mixed"), (7, "bf16-mixed", "bf16-mixed")])
 @pytest.mark.parametrize("accelerator", ["auto", "gpu"])
-def test_on_a_gpu(gpu: As, major: int, asked: str | None, resolved: str, accelerator: str) -> None:
+def test_on_a_gpu(gpu: FakeGpu, major: int, option: str | None, expected: str, accelerator: str) -> None:
     gpu(major)
-    assert resolve_precision(asked, accelerator) == resolved
+    assert resolve_precision(option, accelerator) == expected
 
 
-@pytest.mark.parametrize(("asked", "resolved"), [(None, "32-true"), ("32-true", "32-true"), ("bf16-mixed", "bf16-mixed")])
+@pytest.mark.parametrize(("option", "expected"), [(None, "32-true"), ("32-true", "32-true"), ("bf16-mixed", "bf16-mixed")])
 @pytest.mark.parametrize("fast", [False, True])
-def test_on_a_cpu_the_default_is_float32(no_gpu: None, asked: str | None, resolved: str, fast: bool,
+def test_on_a_cpu_the_default_is_float32(no_gpu: None, option: str | None, expected: str, fast: bool,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "bfloat16_is_faster", lambda device: fast)
-    assert resolve_precision(asked, "auto") == resolved
+    assert resolve_precision(option, "auto") == expected
 
 
-def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_in_float32(gpu: As) -> None:
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_in_float32(gpu: FakeGpu) -> None:
     gpu()
     assert resolve_precision(None, "cpu") == "32-true"
     assert default_dtype("cpu") == "float32"
 
 
-def test_tf32_without_tf32_is_one_sentence(gpu: As) -> None:
+def test_tf32_without_tf32_is_one_sentence(gpu: FakeGpu) -> None:
     with pytest.raises(UserError, match="requires a GPU, but this run is on a CPU"):
         resolve_precision("tf32", "cpu")
     gpu(7)
@@ -74,12 +74,12 @@ def test_tf32_without_tf32_is_one_sentence(gpu: As) -> None:
 
 
 def test_tf32_is_float32_with_shorter_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    calls: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
     for precision in ("tf32", "32-true", "bf16-mixed"):
         set_product_precision(precision, GPU)
         set_product_precision(precision, CPU)
-    assert asked == ["high", "highest", "highest"]
+    assert calls == ["high", "highest", "highest"]
     assert dtype_for("tf32") == torch.float32
     assert precision_for(TrainerConfig(precision="tf32"), GPU) == {"precision": "32-true"}
 
@@ -87,7 +87,7 @@ def test_tf32_is_float32_with_shorter_products(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("major", "precision", "words"), [
     (9, "bf16-mixed", "trainer.precision=32-true computes in float32"), (9, "32-true", "trainer.precision=bf16-mixed is"),
     (7, "32-true", "does not multiply bfloat16"), (9, "tf32", "10 bits")])
-def test_the_plan_says_why(gpu: As, major: int, precision: str, words: str) -> None:
+def test_the_plan_says_why(gpu: FakeGpu, major: int, precision: str, words: str) -> None:
     gpu(major)
     assert words in str(why_precision(precision, GPU))
     assert why_precision(precision, CPU) is None
@@ -95,7 +95,7 @@ def test_the_plan_says_why(gpu: As, major: int, precision: str, words: str) -> N
 
 @pytest.mark.parametrize(("major", "device_name", "dtype"), [
     (9, "cuda", "bfloat16"), (7, "cuda", "float32"), (9, "cpu", "float32")])
-def test_generating(gpu: As, major: int, device_name: str, dtype: str) -> None:
+def test_generating(gpu: FakeGpu, major: int, device_name: str, dtype: str) -> None:
     gpu(major)
     assert SavedModelConfig().dtype is None
     assert default_dtype(device_name) == dtype
@@ -103,12 +103,12 @@ def test_generating(gpu: As, major: int, device_name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("given", [[], ["trainer.precision"]])
 @pytest.mark.parametrize("before", ["32-true", "bf16-mixed", "tf32"])
-def test_a_resumed_run_keeps_its_precision(gpu: As, tmp_path: Path, before: str, given: list[str]) -> None:
+def test_a_resumed_run_keeps_its_precision(gpu: FakeGpu, tmp_path: Path, before: str, given: list[str]) -> None:
     gpu()
     plain = as_plain(TrainConfig(trainer=TrainerConfig(precision=before)))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain), encoding="utf-8")
-    asked = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig())
-    assert open_run(asked, given, []).config.trainer.precision == before
+    request = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig())
+    assert open_run(request, given, []).config.trainer.precision == before
 
 
 # The loss's chunk
@@ -116,7 +116,7 @@ def test_a_resumed_run_keeps_its_precision(gpu: As, tmp_path: Path, before: str,
 
 @pytest.mark.parametrize(("memory", "V", "itemsize", "least"), [
     (80e9, 65536, 2, 8192), (24e9, 65536, 2, 2048), (8e9, 65536, 4, 256), (1e9, 2 ** 20, 4, 256)])
-def test_a_gpu_has_as_many_rows_at_once_as_a_share_of_its_memory_holds(gpu: As, memory: float, V: int, itemsize: int,
+def test_a_gpu_has_as_many_rows_at_once_as_a_share_of_its_memory_holds(gpu: FakeGpu, memory: float, V: int, itemsize: int,
                                                                        least: int) -> None:
     gpu(memory=memory)
     rows = loss.rows_per_chunk(V, device=GPU, itemsize=itemsize)
@@ -126,7 +126,7 @@ def test_a_gpu_has_as_many_rows_at_once_as_a_share_of_its_memory_holds(gpu: As, 
     assert loss.rows_per_chunk(V) == max(256, 2 ** 21 // V), "on a CPU"
 
 
-def test_the_estimate_counts_the_chunk_of_the_device(gpu: As) -> None:
+def test_the_estimate_counts_the_chunk_of_the_device(gpu: FakeGpu) -> None:
     config = TrainConfig(trainer=TrainerConfig(accelerator="cpu", precision="bf16-mixed"))
     config.model.n_embd, config.model.ctx_len, config.data.batch_size = 768, 1024, 8
     on_cpu = estimate(config, 65536)

@@ -1,4 +1,4 @@
-"""Accumulation, activation checkpointing and compiled blocks change no gradient; devices, processes."""
+"""Tests that accumulation, activation checkpointing and compiled blocks change no gradient, and tests numbers of processes."""
 
 from functools import partial
 
@@ -27,10 +27,10 @@ def task(generation: str = "rwkv4", **options: bool) -> LanguageModel:
     return LanguageModel(prepare_blocks(small_model(generation=generation), TrainerConfig(**options)), OptimConfig(), 10, 1.0)
 
 
-def gradients(task: LanguageModel, of: list[Batch]) -> dict[str, Tensor]:
-    """Of the mean over the batches, L2Wrap included."""
-    for batch in of:
-        (task.training_step(batch, 0) / len(of)).backward()
+def gradients(task: LanguageModel, batch_list: list[Batch]) -> dict[str, Tensor]:
+    """Returns the gradients of the mean loss over the batches, including L2Wrap."""
+    for batch in batch_list:
+        (task.training_step(batch, 0) / len(batch_list)).backward()
     return {name: parameter.grad for name, parameter in task.named_parameters()}
 
 
@@ -41,16 +41,16 @@ def test_accumulated_gradients_are_those_of_the_large_batch(generation: str) -> 
 
 @each_generation
 def test_activations_computed_anew_give_the_same_gradients_from_less_memory(generation: str) -> None:
-    plain, anew = task(generation), task(generation, activation_checkpointing=True)
-    assert_same_gradients(gradients(anew, batches(1, 8)), gradients(plain, batches(1, 8)), 0)
-    assert anew.state_dict().keys() == plain.state_dict().keys()
+    plain, recomputed = task(generation), task(generation, activation_checkpointing=True)
+    assert_same_gradients(gradients(recomputed, batches(1, 8)), gradients(plain, batches(1, 8)), 0)
+    assert recomputed.state_dict().keys() == plain.state_dict().keys()
     batch, = batches(1, 8)
-    kept_anew, kept_plain = (saved_activations(each, partial(each.training_step, batch, 0)) for each in (anew, plain))
-    assert kept_anew < kept_plain / 3
+    few, many = (saved_activations(each, partial(each.training_step, batch, 0)) for each in (recomputed, plain))
+    assert few < many / 3
 
 
 @pytest.mark.compiles
-@pytest.mark.filterwarnings("ignore")    # torch.compile's of its own insides
+@pytest.mark.filterwarnings("ignore")    # torch.compile warns about its own code
 @each_generation
 def test_compiled_blocks_give_the_same_gradients_and_loss(generation: str, without_code_generator: None) -> None:
     compiled, plain, (batch,) = task(generation, compile=True), task(generation), batches(1, 4)
@@ -66,15 +66,15 @@ def test_compiling_without_a_compiler_gets_a_sentence(monkeypatch: pytest.Monkey
         task(compile=True)
 
 
-@pytest.mark.parametrize(("options", "named"), [
+@pytest.mark.parametrize(("options", "part"), [
     ({"strategy": "ddp", "devices": 0}, "trainer.devices"), ({"strategy": "fsdp", "devices": 0}, "trainer.devices"),
     ({"strategy": "ddp", "devices": 3}, "data.batch_size"),
     ({"strategy": "ddp", "devices": 2, "num_nodes": 2}, "torchrun"),
 ])
-def test_processes_that_cannot_be_get_a_sentence(options: dict[str, object], named: str) -> None:
+def test_processes_that_cannot_be_get_a_sentence(options: dict[str, object], part: str) -> None:
     with pytest.raises(UserError) as error:
         process_count(TrainerConfig(accelerator="cpu", **options), batch_size=8)
-    assert named in str(error.value)
+    assert part in str(error.value)
     with pytest.raises(UserError):
         TrainerConfig(devices=2)
 

@@ -1,4 +1,4 @@
-"""True BPTT over segments: the gradients of one long sequence, no leak between documents, the memory of one segment."""
+"""Tests backpropagation over segments: the gradients of one sequence, no leak between documents, the memory of one segment."""
 
 import copy
 from collections.abc import Iterator
@@ -31,14 +31,14 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 
 
 def batch(B: int = B, K: int = K, T: int = T, seed: int = 0) -> Segments:
-    """Rows that open nothing, their first segments aside."""
+    """Returns rows in which only the first segments start documents."""
     ids = tokens(B, K * T + 1, seed=seed)
     opens = torch.zeros(B, K, dtype=torch.bool)
     opens[:, 0] = True
     return Segments(ids[:, :-1].clone().view(B, K, T), ids[:, 1:].clone().view(B, K, T), opens, 0, 1.0, B * K * T)
 
 
-def learner(kernel: str | None = None, n_layer: int = 3, generation: str = "rwkv4", **options: Any) -> LanguageModel:
+def make_task(kernel: str | None = None, n_layer: int = 3, generation: str = "rwkv4", **options: Any) -> LanguageModel:
     model = small_model(kernel or KERNELS[generation], generation=generation, n_layer=n_layer)
     return LanguageModel(prepare_blocks(model, TrainerConfig(**options)), OptimConfig(), 10, 1.0)
 
@@ -55,12 +55,12 @@ def gradients(task: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.thorough
 @each_form
 def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, kernel: str) -> None:
-    """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
-    task, read = learner(kernel, generation=generation), batch()
-    read.starts_document[0, 2] = True
-    read.y[0, 1, 4:] = IGNORED
-    loss = task.training_step(read, 0)
-    rows, targets = ([each[0, :2].flatten()[:12], each[0, 2:].flatten(), *each[1:].flatten(1)] for each in (read.x, read.y))
+    """The first row has two documents, the first of them with 12 tokens in segments of 8. Other rows have one document each."""
+    task, data = make_task(kernel, generation=generation), batch()
+    data.starts_document[0, 2] = True
+    data.y[0, 1, 4:] = IGNORED
+    loss = task.training_step(data, 0)
+    rows, targets = ([each[0, :2].flatten()[:12], each[0, 2:].flatten(), *each[1:].flatten(1)] for each in (data.x, data.y))
     count = sum(map(len, rows))
     whole = sum(task.loss(x[None], y[None]) * len(x) / count for x, y in zip(rows, targets, strict=True))
     assert loss.item() == pytest.approx(float(whole.detach()), abs=1e-6)
@@ -69,23 +69,23 @@ def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, k
 
 @each_generation
 def test_another_document_before_changes_nothing_to_the_bit(generation: str) -> None:
-    """Neither what it says nor what state it left, were that not even numbers."""
-    task, read = learner(generation=generation), batch()
-    read.starts_document[:, 2] = True
-    read.y[:, :2] = IGNORED
-    expected = gradients(task, task.training_step(read, 0))
-    read.x[:, :2] = tokens(B, 2, T, seed=1)
-    found = gradients(task, task.training_step(read, 0))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    """Neither the tokens of the earlier document nor its final state matter, even if this state is NaN."""
+    task, data = make_task(generation=generation), batch()
+    data.starts_document[:, 2] = True
+    data.y[:, :2] = IGNORED
+    expected = gradients(task, task.training_step(data, 0))
+    data.x[:, :2] = tokens(B, 2, T, seed=1)
+    results = gradients(task, task.training_step(data, 0))
+    assert all(torch.equal(results[name], expected[name]) for name in expected)
 
-    read = read._replace(x=read.x[:, 2:], y=read.y[:, 2:], starts_document=read.starts_document[:, 2:])
+    data = data._replace(x=data.x[:, 2:], y=data.y[:, 2:], starts_document=data.starts_document[:, 2:])
     task.carried.set_state_after(0, task.model.empty_state(B).each(partial(torch.full_like, fill_value=torch.nan)))
-    assert_same_gradients(gradients(task, task.training_step(read, 0)), expected, 1e-6)
+    assert_same_gradients(gradients(task, task.training_step(data, 0)), expected, 1e-6)
 
 
 @pytest.mark.thorough
 def test_in_bf16_many_segments_are_as_exact_as_one_sequence() -> None:
-    """Of all parameters together, over several models and texts: one alone may be better or worse by chance."""
+    """The errors cover all parameters of several models and texts, because one alone may be better or worse by chance."""
     errors = torch.tensor([bf16_errors(seed) for seed in range(3)])
     tbptt, whole = errors.square().mean(0).sqrt()
     assert 0.001 < whole < 0.01
@@ -93,16 +93,16 @@ def test_in_bf16_many_segments_are_as_exact_as_one_sequence() -> None:
 
 
 def bf16_errors(seed: int) -> tuple[float, float]:
-    """Relative to float32's gradients, those of 32 segments and of one sequence."""
+    """Returns the errors of bfloat16 gradients relative to float32's: of 32 segments, and of one sequence."""
     task = LanguageModel(small_model("torch_scan", seed=seed, n_layer=1, n_embd=32), OptimConfig(), 10, 1.0)
-    read = batch(2, 32, 2, seed)
-    x, y = read.x.flatten(1), read.y.flatten(1)
+    data = batch(2, 32, 2, seed)
+    x, y = data.x.flatten(1), data.y.flatten(1)
     exact = flat(gradients(task, task.loss(x, y)))
     with torch.autocast("cpu", torch.bfloat16):
-        tbptt = flat(gradients(task, task.segments_loss(read)))
+        tbptt = flat(gradients(task, task.segments_loss(data)))
     with torch.autocast("cpu", torch.bfloat16):
         whole = flat(gradients(task, task.loss(x, y)))
-    return tuple(float((found - exact).norm() / exact.norm()) for found in (tbptt, whole))
+    return tuple(float((gradient - exact).norm() / exact.norm()) for gradient in (tbptt, whole))
 
 
 def flat(gradients: dict[str, Tensor]) -> Tensor:
@@ -111,18 +111,18 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
 
 @each_generation
 def test_the_state_goes_on_to_the_next_step_without_gradient(generation: str) -> None:
-    task, read = learner(generation=generation), batch()
-    steps = [read._replace(x=read.x[:, k:k + 2], y=read.y[:, k:k + 2], starts_document=read.starts_document[:, k:k + 2])
+    task, data = make_task(generation=generation), batch()
+    steps = [data._replace(x=data.x[:, k:k + 2], y=data.y[:, k:k + 2], starts_document=data.starts_document[:, k:k + 2])
              for k in (0, 2)]
-    found = [task.training_step(step, 0) for step in steps]
-    whole, after = task.model.hidden(read.x.flatten(1))
-    whole = task.loss(read.x.flatten(1), read.y.flatten(1))
-    assert (found[0] + found[1]).item() / 2 == pytest.approx(whole.item(), abs=1e-6)
+    results = [task.training_step(step, 0) for step in steps]
+    whole, after = task.model.hidden(data.x.flatten(1))
+    whole = task.loss(data.x.flatten(1), data.y.flatten(1))
+    assert (results[0] + results[1]).item() / 2 == pytest.approx(whole.item(), abs=1e-6)
     carried = task.carried.state_before(0, task.model, B)
     assert_same_state(carried, after.detach(), 1e-5)
     assert not any(part.requires_grad for part in carried)
-    _, before = task.model.hidden(read.x[:, :2].flatten(1))
-    hidden, _ = task.model.hidden(read.x[:, 2:].flatten(1), before.detach())
+    _, before = task.model.hidden(data.x[:, :2].flatten(1))
+    hidden, _ = task.model.hidden(data.x[:, 2:].flatten(1), before.detach())
     cut = torch.nn.functional.cross_entropy(task.model.head(hidden).flatten(0, 1), steps[1].y.flatten())
     task.optim.l2_wrap = 0.0
     task.carried.set_state_after(0, before)
@@ -131,12 +131,12 @@ def test_the_state_goes_on_to_the_next_step_without_gradient(generation: str) ->
 
 @pytest.mark.parametrize(("generation", "compiled"), [("rwkv4", False), pytest.param("rwkv4", True, marks=pytest.mark.compiles),
                                                        ("rwkv7", False)])
-@pytest.mark.filterwarnings("ignore")    # torch.compile's of its own insides
+@pytest.mark.filterwarnings("ignore")    # torch.compile warns about its own code
 def test_what_makes_room_changes_no_gradient(generation: str, compiled: bool, without_code_generator: None) -> None:
-    plain, other = (learner(n_layer=1, generation=generation, **options)
+    plain, other = (make_task(n_layer=1, generation=generation, **options)
                     for options in ({}, {"activation_checkpointing": True, "compile": compiled}))
-    read = batch()
-    assert_same_gradients(gradients(other, other.training_step(read, 0)), gradients(plain, plain.training_step(read, 0)), 1e-6)
+    data = batch()
+    assert_same_gradients(gradients(other, other.training_step(data, 0)), gradients(plain, plain.training_step(data, 0)), 1e-6)
 
 
 # Memory
@@ -144,13 +144,13 @@ def test_what_makes_room_changes_no_gradient(generation: str, compiled: bool, wi
 
 @pytest.mark.thorough
 def test_the_activations_of_one_segment_exist_at_a_time() -> None:
-    """What each further segment costs is its state, its output and the gradients of both."""
+    """Each further segment costs only its state, its output and the gradients of both."""
     def step(K: int) -> int:
         task = LanguageModel(small_model("conv1d", n_layer=4, n_embd=64), OptimConfig(), 10, 1.0)
-        read = batch(B, K, 32)
-        task.training_step(read, 0).backward()
+        data = batch(B, K, 32)
+        task.training_step(data, 0).backward()
         task.zero_grad()
-        return extra_bytes(lambda: task.training_step(read, 0).backward() or torch.empty(0), "cpu")
+        return extra_bytes(lambda: task.training_step(data, 0).backward() or torch.empty(0), "cpu")
 
     one, two, eight = step(1), step(2), step(8)
     state, hidden = sum(part.nbytes for part in small_model(n_layer=4, n_embd=64).empty_state(B)), B * 32 * 64 * 4
@@ -163,7 +163,7 @@ def test_the_activations_of_one_segment_exist_at_a_time() -> None:
 
 @pytest.fixture
 def short(tmp_path: Path) -> Any:
-    """A stream of documents of 1 to 30 ids, most of which leave a segment part empty."""
+    """Returns a stream of documents of 1 to 30 ids, so that most documents leave a part of a segment empty."""
     random = np.random.default_rng(0)
     parts = [random.integers(1, VOCABULARY, size).astype(np.uint16) for size in random.integers(1, 31, 40)]
     for part in parts:
@@ -172,9 +172,9 @@ def short(tmp_path: Path) -> Any:
 
 
 def batches_of(stream: Any, share: StepLayout, steps: int) -> Iterator[Segments]:
-    reading = SegmentDataset(stream, T)
+    dataset = SegmentDataset(stream, T)
     chunks = DocumentChunks(stream, 0, T, share.streams)
-    return map(reading.__getitems__, SegmentSampler(chunks, 3, share, steps * share.parts, 0))
+    return map(dataset.__getitems__, SegmentSampler(chunks, 3, share, steps * share.parts, 0))
 
 
 @pytest.mark.thorough
@@ -182,22 +182,22 @@ def batches_of(stream: Any, share: StepLayout, steps: int) -> Iterator[Segments]
     ("rwkv4", StepLayout(2, 3)), ("rwkv4", StepLayout(2, 1, 0, 3)), ("rwkv4", StepLayout(1, 2, 0, 3)),
     ("rwkv7", StepLayout(1, 2, 0, 3))])
 def test_accumulation_and_processes_have_the_large_batch(short: Any, generation: str, share: StepLayout) -> None:
-    """Loss and gradients of three steps, the states between them carried; here each process is a learner."""
-    large, apart, steps = learner(generation=generation), [learner(generation=generation) for _ in range(share.world)], 3
+    """Loss and gradients agree in three steps with carried states. Each process is a separate task here."""
+    large, apart, steps = make_task(generation=generation), [make_task(generation=generation) for _ in range(share.world)], 3
     batches = [batches_of(short, share._replace(rank=rank), steps) for rank in range(share.world)]
     for whole in batches_of(short, StepLayout(share.streams), steps):
         loss = large.training_step(whole, 0)
-        parts = [task.training_step(next(of), 0) for _ in range(share.parts) for task, of in zip(apart, batches, strict=True)]
+        parts = [task.training_step(next(own), 0) for _ in range(share.parts) for task, own in zip(apart, batches, strict=True)]
         assert sum(part.item() for part in parts) / len(parts) == pytest.approx(loss.item(), abs=1e-6)
-        found = [gradients(task, sum(parts[rank::share.world]) / share.parts) for rank, task in enumerate(apart)]
-        mean = {name: sum(each[name] for each in found) / share.world for name in found[0]}
-        assert_same_gradients(mean, gradients(large, loss), 4e-6)         # each is 1e-6 from float64, in RWKV-7's w0
+        results = [gradients(task, sum(parts[rank::share.world]) / share.parts) for rank, task in enumerate(apart)]
+        mean = {name: sum(each[name] for each in results) / share.world for name in results[0]}
+        assert_same_gradients(mean, gradients(large, loss), 4e-6)         # in RWKV-7's w0 each is 1e-6 from float64
 
 
-# Going on
+# Continued runs
 
 
-class Saving(lightning.Callback):
+class SaveThirdStep(lightning.Callback):
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
             trainer.save_checkpoint(Path(str(trainer.default_root_dir)) / "third.ckpt")
@@ -207,25 +207,25 @@ class Saving(lightning.Callback):
 @pytest.mark.parametrize(("generation", "precision"), [
     ("rwkv4", "32-true"), ("rwkv4", "bf16-mixed"), ("rwkv4", "fp16-mixed"), ("rwkv7", "bf16-mixed"),
     ("rwkv7", "fp16-mixed")])
-@pytest.mark.filterwarnings("ignore")    # Lightning's advice on this small a run
+@pytest.mark.filterwarnings("ignore")    # Lightning warns about so small a run
 def test_a_run_goes_on_to_the_bit(tmp_path: Path, generation: str, precision: str, short: Any) -> None:
-    """Its weights, its states, and the scale of fp16, which grows every two steps."""
+    """Weights and states are equal, and so is the scale of fp16, which grows every two steps."""
     batches = list(batches_of(short, StepLayout(2), 6))
 
-    def trained(data: list[Segments], resume: Path | None = None) -> tuple[dict[str, Tensor], ...]:
-        task = learner(generation=generation)
+    def train(data: list[Segments], resume: Path | None = None) -> tuple[dict[str, Tensor], ...]:
+        task = make_task(generation=generation)
         options = precision_for(TrainerConfig(precision=precision), torch.device("cpu"))
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 10, growth_interval=2)
         if "plugins" in options:
             options["plugins"][0].scaler = scaler
-        trainer = lightning.Trainer(max_steps=6, accelerator="cpu", callbacks=[Saving()], logger=False,
+        trainer = lightning.Trainer(max_steps=6, accelerator="cpu", callbacks=[SaveThirdStep()], logger=False,
                                     default_root_dir=tmp_path, enable_checkpointing=False, enable_progress_bar=False,
                                     enable_model_summary=False, gradient_clip_val=1.0, **options)
         trainer.fit(task, torch.utils.data.DataLoader(data, batch_size=None), ckpt_path=resume, weights_only=True)
         return copy.deepcopy(task.state_dict()), task.carried.state_dict(), {"scale": torch.tensor(scaler.get_scale())}
 
-    whole = trained(batches)
-    resumed = trained(batches[3:] * 2, tmp_path / "third.ckpt")
+    whole = train(batches)
+    resumed = train(batches[3:] * 2, tmp_path / "third.ckpt")
     for one, other in zip(whole, resumed, strict=True):
         assert one.keys() == other.keys() != set()
         assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,4 +1,4 @@
-"""Trackers of experiments with their real packages, where they are installed; their own readers read what a run has logged."""
+"""Tests experiment trackers, where they are installed: the packages' own readers read what a run has logged."""
 
 import shutil
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from programs import Run
 from training_runs import SMALL, TEXT, losses
 
 pytestmark = pytest.mark.programs
-Read = Callable[[str], dict[int, float]]                 # the training losses of the run of that name
+Read = Callable[[str], dict[int, float]]                 # returns the training losses of the run of that name
 
 
 def of_tensorboard(name: str) -> dict[int, float]:
@@ -39,11 +39,11 @@ def of_trackio(name: str) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in SQLiteStorage.get_logs("timemix", name) if "train/loss" in row}
 
 
-@pytest.mark.filterwarnings("default")   # other packages' own
+@pytest.mark.filterwarnings("default")   # other packages raise their own warnings
 @pytest.mark.parametrize(("logger", "read"), [("tensorboard", of_tensorboard), ("mlflow", of_mlflow), ("trackio", of_trackio)])
 def test_a_tracker_has_the_run_and_its_continuation(logger: str, read: Read, run: Run, tmp_path: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one run. A copy of its directory is continued as a run of its own. The user's settings say where."""
+    """The tracker has one run, and another one for a copied directory. The user's settings choose the tracker's folder."""
     pytest.importorskip(logger)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///own.db")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))

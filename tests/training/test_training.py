@@ -1,4 +1,4 @@
-"""Training from the command line, end to end: a run's files, what it says, sweeps over kernels."""
+"""Tests training from the command line, end to end: a run's files, its output, and sweeps over kernels."""
 
 import json
 import math
@@ -30,27 +30,27 @@ LONG = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len
         "trainer.val_every=80", "trainer.checkpoint_every=150")
 
 
-def leaves_a_run(run: Path, steps: int, kernel: str) -> None:
+def assert_run_files(run: Path, steps: int, kernel: str) -> None:
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert {"best.ckpt", "last.ckpt"} <= names <= {"best.ckpt", "last.ckpt", "last-1.ckpt"}
     assert read_checkpoint(run).step == steps
     assert yaml.safe_load((run / "config.yaml").read_text())["kernel"] == {"name": kernel}
     assert list(losses(run)) == list(range(1, steps + 1))
-    assert len(rows(run)) == steps + len(losses(run, "val/loss")), "a row for each step and each validation"
+    assert len(rows(run)) == steps + len(losses(run, "val/loss")), "each step and each validation must have a row"
 
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Done:
-    """A run from beginning to end, in folder/whole."""
+    """Trains a run from beginning to end, in folder/whole."""
     return done_here(folder, "train", *LONG, "out_dir=whole", "resume=auto")
 
 
-@pytest.mark.parametrize(("stream", "nobody"), [("stderr", "terminal"), ("stderr", "none"), ("stdout", "pipe")])
+@pytest.mark.parametrize(("stream", "kind"), [("stderr", "terminal"), ("stderr", "none"), ("stdout", "pipe")])
 def test_training_goes_on_where_nobody_reads_what_it_says(run: Run, monkeypatch: pytest.MonkeyPatch, stream: str,
-                                                          nobody: str) -> None:
-    """`2>&1 | head`, a terminal that is closed, `2>&-`."""
+                                                          kind: str) -> None:
+    """The stream is a pipe without a reader, a closed terminal or, as after `2>&-`, missing."""
     Path("text.txt").write_text(TEXT, encoding="utf-8")
-    with unread_stream(nobody) as unread, monkeypatch.context() as patch:
+    with unread_stream(kind) as unread, monkeypatch.context() as patch:
         patch.setattr(sys, stream, unread)
         status, *_ = run("train", *SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "out_dir=unread")
     assert status == 0
@@ -58,17 +58,17 @@ def test_training_goes_on_where_nobody_reads_what_it_says(run: Run, monkeypatch:
     assert Path("unread", "report.html").exists()
 
 
-def unread_stream(nobody: str) -> AbstractContextManager[TextIO | None]:
-    if nobody == "none":
+def unread_stream(kind: str) -> AbstractContextManager[TextIO | None]:
+    if kind == "none":
         return nullcontext()
-    reader, writer = os.pipe() if nobody == "pipe" else os.openpty()
+    reader, writer = os.pipe() if kind == "pipe" else os.openpty()
     os.close(reader)
     return open(writer, "w", encoding="utf-8")           # noqa: PTH123 (a descriptor)
 
 
 def test_a_run_leaves_checkpoints_metrics_and_its_configuration(folder: Path, whole: Done) -> None:
     assert whole.status == 0, whole.error
-    leaves_a_run(folder / "whole", 200, "conv1d")
+    assert_run_files(folder / "whole", 200, "conv1d")
     assert list(losses(folder / "whole", "val/loss")) == list(losses(folder / "whole", "val/bpb")) == [80, 160, 200]
     assert [sample["step"] for sample in read_samples(folder / "whole" / "samples.jsonl")] == [80, 160, 200]
     for row in rows(folder / "whole"):
@@ -83,14 +83,14 @@ def test_a_run_s_configuration_trains_the_same_run_again(folder: Path, whole: Do
 
 
 def test_bits_per_byte_of_a_text_that_the_tokenizer_lost_are_withheld(run: Run) -> None:
-    """Of all lines' dashes, 3 bytes each: plan, metrics, result and report say it."""
+    """The tokenizer loses all dashes, of 3 bytes each. Plan, metrics, result and report say so."""
     Path("text.txt").write_text(TEXT, encoding="utf-8")
     Path("letters.json").write_text(dropping(sorted(set(TEXT) - {"—"})).definition)
     options = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "data.tokenizer=letters.json", "out_dir=lost")
     assert "WARNING" in run("train", *options, "plan=true")[2]
     status, _, error = run("train", *options)
     assert status == 0, error
-    assert error.count("the tokenizer loses ") == 4, "of each split in the plan and in the result"
+    assert error.count("the tokenizer loses ") == 4, "plan and result have a line for each split"
     last = rows(Path("lost"))[-1]
     assert not last["val/bpb"]
     assert "gzip -9" not in error
@@ -99,16 +99,16 @@ def test_bits_per_byte_of_a_text_that_the_tokenizer_lost_are_withheld(run: Run) 
 
 
 def test_the_model_learns(folder: Path, whole: Done) -> None:
-    found = losses(folder / "whole")
-    assert found[1] > 3.5
-    assert found[200] < 2.5
+    train_losses = losses(folder / "whole")
+    assert train_losses[1] > 3.5
+    assert train_losses[200] < 2.5
     assert losses(folder / "whole", "val/loss")[200] < 2.5
 
 
 def test_the_result_is_said_and_no_library_warns(whole: Done) -> None:
-    for said in ("resume=auto: there is no run to continue", "val/loss", "val/bpb",
+    for part in ("resume=auto: there is no run to continue", "val/loss", "val/bpb",
                  "python generate.py checkpoint=whole prompt="):
-        assert said in whole.error
+        assert part in whole.error
     assert "Warning" not in whole.error
 
 
@@ -120,13 +120,13 @@ def test_standard_output_is_the_sample_alone(folder: Path, whole: Done) -> None:
 
 
 def test_generation_needs_the_checkpoint_alone(folder: Path, whole: Done, tmp_path: Path) -> None:
-    """From another directory, to standard output alone, with a prompt that Hydra's grammar would refuse."""
+    """Generation works in another directory, writes to standard output alone, and takes a prompt that Hydra would refuse."""
     prompt = "line 7: the ${quick}, 'brown' = fox\n"
-    done = done_here(tmp_path, "generate", f"checkpoint={folder / 'whole'}", f"prompt={prompt}", "max_new_tokens=30")
-    assert done.status == 0
-    assert [line.split()[0].rstrip(":") for line in done.error.splitlines()] == ["loading", "read", "sampling", "decoding"]
-    assert done.output.startswith(prompt)
-    assert len(done.output) > len(prompt) + 20
+    result = done_here(tmp_path, "generate", f"checkpoint={folder / 'whole'}", f"prompt={prompt}", "max_new_tokens=30")
+    assert result.status == 0
+    assert [line.split()[0].rstrip(":") for line in result.error.splitlines()] == ["loading", "read", "sampling", "decoding"]
+    assert result.output.startswith(prompt)
+    assert len(result.output) > len(prompt) + 20
     assert not list(tmp_path.iterdir())
 
 
@@ -138,7 +138,7 @@ def test_steps_over_a_part_of_their_batches_are_refused() -> None:
 
 @pytest.mark.programs
 def test_overfitting_a_batch_limits_training_alone(run: Run) -> None:
-    """One step of the same batch gives the same weights, and the whole split is the whole split."""
+    """The first val/loss is that of an ordinary run, because validation reads the whole split."""
     Path("text.txt").write_text(TEXT, encoding="utf-8")
     once = (*SMALL, "logger=csv", "kernel=conv1d", "trainer.sample_tokens=0", "trainer.val_every=1")
     assert run("train", *once, "trainer.max_steps=1", "out_dir=all")[0] == 0
@@ -149,7 +149,7 @@ def test_overfitting_a_batch_limits_training_alone(run: Run) -> None:
 
 @pytest.fixture(scope="module")
 def sweep(folder: Path) -> Done:
-    """Two kernels, each in a process of its own, followed by W&B with no account."""
+    """Trains with two kernels in separate processes, logged by W&B without an account."""
     return finish(start(folder, "train", "-m", "kernel=conv1d,torch_scan", *SMALL, "logger=wandb", "out_dir=sweep"))
 
 
@@ -161,9 +161,9 @@ def test_wandb_without_an_account_is_offline(folder: Path, sweep: Done) -> None:
         assert len(offline) == 1
         assert list(offline[0].glob("run-*.wandb"))
         assert list(offline[0].glob("files/media/table/samples_*.table.json"))
-        written = next(offline[0].glob("run-*.wandb")).read_bytes()
-        assert f"{run.name.removeprefix('kernel=')}-seed0".encode() in written
-        assert b"sweep" in written       # the group
+        content = next(offline[0].glob("run-*.wandb")).read_bytes()
+        assert f"{run.name.removeprefix('kernel=')}-seed0".encode() in content
+        assert b"sweep" in content       # the name of the group
 
 
 @pytest.mark.soak
@@ -178,14 +178,14 @@ def test_wandb_has_the_report_of_a_sweep_too(folder: Path, sweep: Done) -> None:
 
 def test_accumulation_bf16_and_a_char_vocabulary_train(folder: Path) -> None:
     kernel = "taichi_v3" if why_not("timex", "taichi_v3") is None else "conv1d"
-    done = done_here(folder, "train", *SMALL, f"kernel={kernel}", "data.tokenizer=char", "trainer.precision=bf16-mixed",
-                     "trainer.accumulate=2", "trainer.malloc=default", "trainer.val_every=4", "logger=csv", "out_dir=char")
-    assert done.status == 0, done.error
-    assert "5 steps of 256 tokens: 1,280 tokens" in done.error
-    assert "bf16-mixed" in done.error
-    leaves_a_run(folder / "char", 5, kernel)
+    result = done_here(folder, "train", *SMALL, f"kernel={kernel}", "data.tokenizer=char", "trainer.precision=bf16-mixed",
+                       "trainer.accumulate=2", "trainer.malloc=default", "trainer.val_every=4", "logger=csv", "out_dir=char")
+    assert result.status == 0, result.error
+    assert "5 steps of 256 tokens: 1,280 tokens" in result.error
+    assert "bf16-mixed" in result.error
+    assert_run_files(folder / "char", 5, kernel)
     assert list(losses(folder / "char", "val/loss")) == [4, 5]
-    assert set(done.output) <= set(TEXT)
-    assert losses(folder / "char")[1] == pytest.approx(math.log(31), abs=0.2), "of one batch, not of its share"
+    assert set(result.output) <= set(TEXT)
+    assert losses(folder / "char")[1] == pytest.approx(math.log(31), abs=0.2), "the loss must be that of a whole batch"
     weights = torch.load(locate(folder / "char"), weights_only=True)["state_dict"].values()
     assert {weight.dtype for weight in weights} == {torch.float32}

@@ -1,4 +1,4 @@
-"""What a tuned run measures before and after: the values are those of the evaluation tool, and training is the same."""
+"""Tests the measurements of a tuned run before and after: they equal the evaluation tool's and do not change training."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ KILLED = "trainer.max_steps=6", "trainer.val_every=3", "trainer.checkpoint_every
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With base7.safetensors, talks.jsonl, whose first line is the validation split, and held_out.jsonl, that line alone."""
+    """Enters a folder with a model and texts. held_out.jsonl is the first line of talks.jsonl: its validation split."""
     byte_model(tmp_path / "base7.safetensors")
     talks = [json.dumps({"prompt": f"{number} and one?", "completion": str(number + 1)}) for number in range(9)]
     (tmp_path / "talks.jsonl").write_text("\n".join(talks))
@@ -38,46 +38,46 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def tuned(run: Run, *options: str) -> dict[str, Any]:
+def tune_model(run: Run, *options: str) -> dict[str, Any]:
     status, _, error = run("train", *OPTIONS, "out_dir=out", "trainer.max_steps=3", *options)
     assert status == 0, error
-    found: dict[str, Any] = json.loads(Path("out/tuned.json").read_text(encoding="utf-8"))
-    return found
+    results: dict[str, Any] = json.loads(Path("out/tuned.json").read_text(encoding="utf-8"))
+    return results
 
 
-def as_after_a_kill() -> None:
-    """A copy of the whole run, `whole`, and in `out` what a kill would leave after step 3."""
+def simulate_kill() -> None:
+    """Copies the run to `whole`, and deletes from `out` what a kill after step 3 would not leave."""
     shutil.copytree("out", "whole")
     for name in ("last.ckpt", "best.ckpt"):
         Path("out/checkpoints", name).unlink()
 
 
-def evaluated(run: Run, checkpoint: str, path: str | Path) -> dict[str, float]:
+def evaluate(run: Run, checkpoint: str, path: str | Path) -> dict[str, float]:
     status, output, error = run("evaluate", f"checkpoint={checkpoint}", f"data.path={path}", "device=cpu")
     assert status == 0, error
-    found: dict[str, float] = json.loads(output)
-    return found
+    results: dict[str, float] = json.loads(output)
+    return results
 
 
 @pytest.mark.programs
 @pytest.mark.parametrize("options", [("tune=lora", "tune.dropout=0.5", "tune.guard=guard.txt"),
                                      ("tune=full", "trainer.accumulate=2")])
 def test_losses_are_those_of_the_evaluation_before_and_after(run: Run, options: tuple[str, ...]) -> None:
-    found = tuned(run, *options)
+    results = tune_model(run, *options)
     guard = "guard.txt" if "tune.guard=guard.txt" in options else ENGLISH
     for when, checkpoint in (("before", "base7.safetensors"), ("after", "out/checkpoints/last.ckpt")):
-        text, answers = (evaluated(run, checkpoint, path) for path in (guard, "held_out.jsonl"))
-        assert found[when]["guard/loss"] == pytest.approx(text["loss"], abs=1e-4)
-        assert found[when]["guard/bpb"] == pytest.approx(text["bits_per_byte"], abs=1e-4)
-        assert found[when]["val/loss"] == pytest.approx(answers["loss"], abs=1e-4)
-    assert found["before"]["guard/loss"] != found["after"]["guard/loss"]
+        text, answers = (evaluate(run, checkpoint, path) for path in (guard, "held_out.jsonl"))
+        assert results[when]["guard/loss"] == pytest.approx(text["loss"], abs=1e-4)
+        assert results[when]["guard/bpb"] == pytest.approx(text["bits_per_byte"], abs=1e-4)
+        assert results[when]["val/loss"] == pytest.approx(answers["loss"], abs=1e-4)
+    assert results["before"]["guard/loss"] != results["after"]["guard/loss"]
     for name in ("val/loss", "val/bpb", "guard/loss", "guard/bpb"):
-        assert losses(Path("out"), name) == {0: found["before"][name], 3: found["after"][name]}
+        assert losses(Path("out"), name) == {0: results["before"][name], 3: results["after"][name]}
 
 
 @pytest.mark.programs
 def test_answers_to_held_out_prompts(run: Run) -> None:
-    (sample,) = tuned(run, "tune=lora")["samples"]
+    (sample,) = tune_model(run, "tune=lora")["samples"]
     assert sample["prompt"] == "User: 0 and one?\n\nAssistant:"
     assert sample["reference"].strip() == "1"
     for when, checkpoint in (("before", "base7.safetensors"), ("after", "out")):
@@ -89,8 +89,8 @@ def test_answers_to_held_out_prompts(run: Run) -> None:
 @pytest.mark.programs
 def test_documents_have_prompts_too(run: Run) -> None:
     Path("text.txt").write_text("".join(f"line {number} of a longer text\n" for number in range(300)))
-    found = tuned(run, "tune=lora", "data=text", "data.path=text.txt")
-    sample = found["samples"][0]
+    results = tune_model(run, "tune=lora", "data=text", "data.path=text.txt")
+    sample = results["samples"][0]
     assert sample["prompt"] + sample["reference"] in Path("text.txt").read_text()
     assert len(sample["reference"]) == 4
 
@@ -98,7 +98,7 @@ def test_documents_have_prompts_too(run: Run) -> None:
 @pytest.mark.programs
 def test_measuring_changes_nothing_in_training(run: Run) -> None:
     options = "tune=lora", "tune.dropout=0.5"
-    tuned(run, *options, "out_dir=out")
+    tune_model(run, *options, "out_dir=out")
     status, _, error = run("train", *OPTIONS, *options, "tune.guard=null", "trainer.sample_tokens=0", "trainer.sample_every=0",
                            "trainer.max_steps=3", "out_dir=bare")
     assert status == 0, error
@@ -112,9 +112,9 @@ def test_measuring_changes_nothing_in_training(run: Run) -> None:
 @pytest.mark.programs
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.soak), "full"])
 def test_a_continued_run_keeps_what_was_measured_before(run: Run, method: str) -> None:
-    """To the bit, also where the file of it is lost and, in full tuning, the base is gone."""
-    whole = tuned(run, f"tune={method}", *KILLED)
-    as_after_a_kill()
+    """Measurements are equal to the bit, even without tuned.json and, in full tuning, without the base."""
+    whole = tune_model(run, f"tune={method}", *KILLED)
+    simulate_kill()
     Path("out/tuned.json").unlink()
     if method == "full":
         Path("base7.safetensors").unlink()
@@ -127,7 +127,7 @@ def test_a_continued_run_keeps_what_was_measured_before(run: Run, method: str) -
 
 @pytest.mark.programs
 def test_another_general_text_is_refused_when_a_run_continues(run: Run) -> None:
-    tuned(run, "tune=lora", "tune.guard=guard.txt")
+    tune_model(run, "tune=lora", "tune.guard=guard.txt")
     Path("guard.txt").write_text("Another text.")
     one_sentence_at_the_end(run(*CONTINUED), "tune.guard=guard.txt")
     Path("guard.txt").unlink()
@@ -135,13 +135,13 @@ def test_another_general_text_is_refused_when_a_run_continues(run: Run) -> None:
     assert rows(Path("out"))[-1]["step"] == "3"
 
 
-def one_sentence_at_the_end(result: tuple[int, str, str], said: str) -> None:
-    """After the plan."""
+def one_sentence_at_the_end(result: tuple[int, str, str], part: str) -> None:
+    """Checks that the last line is the error, after the lines of the plan."""
     status, _, error = result
     assert status == 2
     last = error.rstrip().splitlines()[-1]
     assert last.startswith("error: ")
-    assert said in last
+    assert part in last
 
 
 @pytest.mark.programs
@@ -155,7 +155,7 @@ def test_a_general_text_that_cannot_be_read_is_refused(run: Run, content: bytes)
 
 
 def test_a_general_text_that_is_not_measured_need_not_be_there() -> None:
-    """An experiment's file names it, and the run goes on with its training."""
+    """A run without tune= ignores the text that an experiment's file names, unless the user sets tune.guard."""
     config = TrainConfig(init_from="base7.safetensors", tune=TuneConfig(guard="nothing.txt"))
     check_new_run(config, ["init_from"])
     with pytest.raises(UserError):
@@ -167,8 +167,8 @@ def test_a_tokenizer_without_the_letters_of_the_default_text_has_no_general_text
     tokenizer = CharTokenizer("User: Assistant\n0123456789 and one?")
     small_model(generation="rwkv7", vocab_size=tokenizer.vocab_size, **SIZES["rwkv7"]).save_pretrained("base7.safetensors",
                                                                                                        tokenizer)
-    found = tuned(run, "tune=lora")
-    assert set(found["before"]) == {"step", "val/loss", "val/bpb"}
+    results = tune_model(run, "tune=lora")
+    assert set(results["before"]) == {"step", "val/loss", "val/bpb"}
     one_sentence(run("train", *OPTIONS, "tune=lora", "tune.guard=guard.txt", "out_dir=other"), "tune.guard")
 
 
@@ -185,12 +185,12 @@ def test_a_run_that_goes_on_with_its_training_is_not_compared_unless_asked(run: 
 
 @pytest.mark.soak
 def test_a_run_begun_before_there_was_a_general_text_is_continued_as_it_was(run: Run) -> None:
-    tuned(run, "tune=lora", *KILLED)
-    as_after_a_kill()
+    tune_model(run, "tune=lora", *KILLED)
+    simulate_kill()
     for path in Path("out/checkpoints").glob("*.ckpt"):
-        saved = torch.load(path, weights_only=True)
-        del saved["callbacks"]["BeforeAfter"], saved["timemix"]["run"]["tune"]["guard"]
-        torch.save(saved, path)
+        checkpoint = torch.load(path, weights_only=True)
+        del checkpoint["callbacks"]["BeforeAfter"], checkpoint["timemix"]["run"]["tune"]["guard"]
+        torch.save(checkpoint, path)
     Path("out/tuned.json").unlink()
     status, _, error = run(*CONTINUED)
     assert status == 0, error

@@ -1,4 +1,4 @@
-"""A run whose loss is not finite ends with an error, and keeps its good checkpoints and its report."""
+"""Tests that a run whose loss is not finite ends with an error, and keeps its good checkpoints and its report."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def finite(checkpoint: Path) -> bool:
+def is_finite(checkpoint: Path) -> bool:
     return all(tensor.isfinite().all() for tensor in content(checkpoint).values() if isinstance(tensor, torch.Tensor))
 
 
@@ -30,7 +30,7 @@ def steps(checkpoints: Path) -> dict[str, int]:
 
 @pytest.mark.programs
 def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints_and_its_report(run: Run, folder: Path) -> None:
-    """Step FIRST, the first after a resume with a senseless learning rate, spoils the weights."""
+    """Step `FIRST` is the first after a resume with a far too large learning rate, which spoils the weights."""
     assert run("train", *BRIEF, f"trainer.max_steps={FIRST - 1}", "optim.min_lr=1e-3")[0] == 0
     status, output, error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=6", "optim.lr=1e30")
     assert (status, output) == (2, "")
@@ -39,13 +39,13 @@ def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints_and_its_report(
     assert f"step {FIRST}" in last
     assert "optim.lr" in last
     assert steps(Path("run/checkpoints")) == {"last.ckpt": FIRST - 1, "last-1.ckpt": FIRST - 2, "best.ckpt": FIRST - 1}
-    assert all(finite(path) for path in Path("run/checkpoints").iterdir())
+    assert all(is_finite(path) for path in Path("run/checkpoints").iterdir())
     assert Path("run/report.html").is_file()
 
 
 @pytest.mark.programs
 def test_losses_are_named_by_the_first_step_that_is_not_finite(run: Run, folder: Path) -> None:
-    """Even if the losses are read later: the learning rate spoils the weights in step 1, and losses are read after step 5."""
+    """The learning rate spoils the weights in step 1. The error names step 2, although losses are read after step 5."""
     status, _, error = run("train", *BRIEF, "optim.lr=1e30", "optim.warmup_steps=0", "trainer.log_every=5",
                            "trainer.checkpoint_every=6", "trainer.val_every=6")
     assert status == 2
@@ -53,8 +53,8 @@ def test_losses_are_named_by_the_first_step_that_is_not_finite(run: Run, folder:
     assert not list(Path("run").glob("checkpoints/*"))
 
 
-def scaled(monkeypatch: pytest.MonkeyPatch, **options: float) -> torch.amp.GradScaler:
-    """The scaler of the next run."""
+def set_scaler(monkeypatch: pytest.MonkeyPatch, **options: float) -> torch.amp.GradScaler:
+    """Returns the loss scaler that the next run uses."""
     scaler = torch.amp.GradScaler("cpu", **options)                      # type: ignore[arg-type]
     monkeypatch.setattr("rwkv.training.trainer.MixedPrecision", partial(MixedPrecision, scaler=scaler))
     return scaler
@@ -65,14 +65,14 @@ def scaled(monkeypatch: pytest.MonkeyPatch, **options: float) -> torch.amp.GradS
                                      ("data.batch_size=2", "trainer.accumulate=2", "trainer.tbptt=2")])
 def test_a_step_that_the_scaler_of_fp16_skips_is_repeated(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch,
                                                           options: tuple[str, ...]) -> None:
-    """Steps, rates and weights are those of a run whose scale never was too large."""
+    """Steps, rates and losses are those of a run whose scale never was too large."""
     for name, scale in (("low", 2.0 ** 8), ("high", 2.0 ** 24)):
-        scaler = scaled(monkeypatch, init_scale=scale, growth_interval=100)
+        scaler = set_scaler(monkeypatch, init_scale=scale, growth_interval=100)
         status, _, error = run("train", *BRIEF, "trainer.precision=fp16-mixed", "optim.lr=1e-3", f"out_dir={name}", *options)
         assert status == 0, error
         assert (scaler.get_scale() < scale) == (name == "high")
-        held = content(Path(name) / "checkpoints/last.ckpt")
-        assert {float(value) for key, value in held.items() if key.endswith("/step") and "optimizer" in key} == {6.0}
+        state = content(Path(name) / "checkpoints/last.ckpt")
+        assert {float(value) for key, value in state.items() if key.endswith("/step") and "optimizer" in key} == {6.0}
     low, high = ([row["lr"] for row in rows(Path(name))] for name in ("low", "high"))
     assert low == high
     assert list(losses(Path("low")).values()) == pytest.approx(list(losses(Path("high")).values()), rel=2e-3)
@@ -80,7 +80,7 @@ def test_a_step_that_the_scaler_of_fp16_skips_is_repeated(run: Run, folder: Path
 
 @pytest.mark.programs
 def test_a_run_whose_every_step_is_skipped_fails(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scaled(monkeypatch, init_scale=2.0 ** 120)
+    set_scaler(monkeypatch, init_scale=2.0 ** 120)
     status, output, error = run("train", *BRIEF, "trainer.precision=fp16-mixed")
     assert (status, output) == (2, "")
     assert "step 1 " in error.splitlines()[-1]

@@ -1,5 +1,5 @@
-"""A run that is asked to stop goes on to the bit, whoever asks: a batch system, a terminal that closes; and no variable of a
-batch system changes a run."""
+"""Tests that a stopped run continues to the bit, whoever stops it: a batch system or a closing terminal. No variable of a
+batch system may change a run."""
 
 import json
 import os
@@ -29,15 +29,15 @@ OTHERS = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "NODE_RANK": "1", "
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
-    done = done_here(folder, "train", *RUN, "out_dir=whole")
-    assert done.status == 0, done.error
+    result = done_here(folder, "train", *RUN, "out_dir=whole")
+    assert result.status == 0, result.error
     return folder / "whole"
 
 
 @pytest.mark.parametrize(("name", "times", "environment"), [("SIGINT", 1, {}), ("SIGUSR1", 2, SLURM), ("SIGHUP", 2, {})])
 def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Path, name: str, times: int,
                                                         environment: dict[str, str]) -> None:
-    """Before its first checkpoint. A terminal that closes sends SIGHUP twice: the kernel, and the shell."""
+    """The signal comes before the first checkpoint. SIGHUP comes twice, from the kernel and the shell of a closing terminal."""
     run = folder / f"{name}, stopped"
     process = forked(folder, *RUN, f"out_dir={run.name}", **environment)
     wait_for(process, run, 5)
@@ -49,16 +49,16 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Pat
     _, command = stopped.error.rstrip().split("continue with: python train.py ")
     assert 5 <= read_checkpoint(run).step < STEPS
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"last.ckpt"}
-    done = done_here(folder, "train", *shlex.split(command))
-    assert done.status == 0, done.error
-    for path in (run / "checkpoints").glob("last-*"):          # of the stop
+    result = done_here(folder, "train", *shlex.split(command))
+    assert result.status == 0, result.error
+    for path in (run / "checkpoints").glob("last-*"):          # the stop wrote these
         path.unlink()
     assert_same_training(run, whole)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_sigterm_to_all_processes_of_a_job_costs_nothing(folder: Path, whole: Path) -> None:
-    """As systemd and SLURM send it, to the workers that load data too."""
+    """systemd and SLURM also send the signal to the workers that load data."""
     process = forked(folder, *RUN, "data.num_workers=2", "out_dir=all")
     wait_for(process, folder / "all", 5)
     workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
@@ -67,8 +67,8 @@ def test_a_sigterm_to_all_processes_of_a_job_costs_nothing(folder: Path, whole: 
     stopped = finish(process)
     assert (len(workers), stopped.status) == (2, 130), stopped.error
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-    done = done_here(folder, "train", "resume=auto", "out_dir=all")
-    assert done.status == 0, done.error
+    result = done_here(folder, "train", "resume=auto", "out_dir=all")
+    assert result.status == 0, result.error
     assert losses(folder / "all") == losses(whole)
 
 
@@ -78,35 +78,35 @@ def test_a_loader_that_is_killed_ends_the_run_with_one_sentence(folder: Path) ->
     wait_for(process, folder / "killed", 5)
     (worker,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)
-    done = finish(process)
-    assert done.status == 2, done.error
-    assert "Traceback" not in done.error
-    assert "data.num_workers" in done.error.splitlines()[-1]
+    result = finish(process)
+    assert result.status == 2, result.error
+    assert "Traceback" not in result.error
+    assert "data.num_workers" in result.error.splitlines()[-1]
 
 
 def test_one_process_is_one_process_in_any_batch_system(folder: Path, whole: Path, tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """SLURM's variables are those of the run above."""
+    """The test above with SIGUSR1 sets SLURM's variables."""
     for name, value in (LSF | OTHERS).items():
         monkeypatch.setenv(name, value)
-    done = done_here(folder, "train", *RUN, f"out_dir={tmp_path}/run")
-    assert done.status == 0, done.error
+    result = done_here(folder, "train", *RUN, f"out_dir={tmp_path}/run")
+    assert result.status == 0, result.error
     assert losses(tmp_path / "run") == losses(whole)
 
 
 def test_an_incomplete_environment_of_torchrun_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "inherited")
     monkeypatch.delenv("RANK", raising=False)
-    done = done_here(folder, "train", *RUN, "out_dir=torchelastic")
-    first, error = done.error.splitlines()
-    assert (done.status, first.split()[0]) == (2, "loading")
+    result = done_here(folder, "train", *RUN, "out_dir=torchelastic")
+    first, error = result.error.splitlines()
+    assert (result.status, first.split()[0]) == (2, "loading")
     assert "TORCHELASTIC_RUN_ID" in error
     assert not (folder / "torchelastic").exists()
 
 
 def test_a_run_that_saved_nothing_begins_again_beside_what_it_had_written(folder: Path, whole: Path, tmp_path: Path,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint that Lightning wrote in a job of SLURM is no checkpoint of ours, and is not read."""
+    """The checkpoint that Lightning writes in a job of SLURM, hpc_ckpt_1.ckpt, is not read."""
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     run = tmp_path / "run"
@@ -114,19 +114,19 @@ def test_a_run_that_saved_nothing_begins_again_beside_what_it_had_written(folder
     shutil.rmtree(run / "checkpoints")
     (run / "kernel.json").write_text(json.dumps({"finished": False}))
     (run / "hpc_ckpt_1.ckpt").write_bytes(b"not even a checkpoint")
-    written = {name: (run / name).read_bytes() for name in ("metrics.csv", "samples.jsonl", "config.yaml", "report.html")}
+    contents = {name: (run / name).read_bytes() for name in ("metrics.csv", "samples.jsonl", "config.yaml", "report.html")}
     planned = done_here(folder, "train", "resume=auto", f"out_dir={run}", "plan=true")
     assert "restarts at step 0" in planned.error
     assert not (run / "unsaved-1").exists()
-    done = done_here(folder, "train", "resume=auto", f"out_dir={run}")
-    assert done.status == 0, done.error
-    assert f"{run / 'unsaved-1'}" in done.error
-    assert {name: (run / "unsaved-1" / name).read_bytes() for name in written} == written
+    result = done_here(folder, "train", "resume=auto", f"out_dir={run}")
+    assert result.status == 0, result.error
+    assert f"{run / 'unsaved-1'}" in result.error
+    assert {name: (run / "unsaved-1" / name).read_bytes() for name in contents} == contents
     assert_same_training(run, whole)
 
 
 def test_the_best_checkpoint_is_continued_where_it_is_the_only_one(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """Of a run that was killed after its first validation."""
+    """The run was killed after its first validation, which wrote best.ckpt."""
     validating = (*RUN, "trainer.val_every=25", "trainer.max_steps=40")
     assert done_here(folder, "train", *validating, f"out_dir={tmp_path}/whole").status == 0
     process = forked(folder, *validating, f"out_dir={tmp_path}/killed")
@@ -134,21 +134,21 @@ def test_the_best_checkpoint_is_continued_where_it_is_the_only_one(folder: Path,
     process.kill()
     finish(process)
     assert {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()} == {"best.ckpt"}
-    done = done_here(folder, "train", "resume=auto", f"out_dir={tmp_path}/killed")
-    assert done.status == 0, done.error
-    assert "continued from" in done.error
+    result = done_here(folder, "train", "resume=auto", f"out_dir={tmp_path}/killed")
+    assert result.status == 0, result.error
+    assert "continued from" in result.error
     assert_same_training(tmp_path / "killed", tmp_path / "whole")
 
 
 def test_a_stop_that_cannot_be_saved_is_said_and_loses_nothing_that_was(folder: Path, tmp_path: Path) -> None:
-    """The checkpoints' folder is a file: whoever the user is, it cannot be written into."""
+    """A file is in the place of the checkpoints' folder, so that not even root can write a checkpoint."""
     run = tmp_path / "run"
     process = forked(folder, *RUN, "trainer.max_steps=100000", f"out_dir={run}")
     wait_for(process, run, 5)
     (run / "checkpoints").write_text("in the way")
     process.send_signal(signal.SIGUSR1)
-    done = finish(process)
-    assert done.status == 2, done.error
-    assert "Traceback" not in done.error
-    assert done.error.splitlines()[-1].startswith(f"error: the checkpoint {run}/checkpoints/last.ckpt cannot be written: ")
+    result = finish(process)
+    assert result.status == 2, result.error
+    assert "Traceback" not in result.error
+    assert result.error.splitlines()[-1].startswith(f"error: the checkpoint {run}/checkpoints/last.ckpt cannot be written: ")
     assert torch.tensor(list(losses(run))).diff().eq(1).all()

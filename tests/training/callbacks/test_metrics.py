@@ -1,4 +1,4 @@
-"""Rows of metrics: train/loss is the mean of the steps since the row before, also in a run that is stopped between two rows."""
+"""Tests that train/loss in a row of metrics is the mean since the row before, even if the run stops between the rows."""
 
 from pathlib import Path
 

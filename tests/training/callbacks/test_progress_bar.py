@@ -1,4 +1,4 @@
-"""What a run says while it trains and validates."""
+"""Tests what a run prints while it trains and validates."""
 
 import os
 import re
@@ -23,19 +23,19 @@ def test_validation_has_a_bar_of_its_own_and_the_median_a_line_of_its_own(tmp_pa
 
 
 def test_a_file_gets_lines_soon_and_later_fewer(capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of a sweep, whose lines a terminal shows, is seen to go on; the log of a long run stays short."""
+    """The first lines come soon, so that a run of a sweep is seen to go on. Later lines are rare, so that a log stays short."""
     clock = 0.0
     bar = progress_bar.bar(total=1000)
     bar._time = lambda: clock
     bar.start_t = bar.last_print_t = 0.0
-    shown = []
+    printed = []
     for second in range(1, 151):
         clock = float(second)
         progress_bar._advance(bar, 1)
         if bar.last_print_t == clock:
-            shown.append(second)
+            printed.append(second)
     bar.close()
-    assert shown == [3, 9, 21, 45, 75, 105, 135]
+    assert printed == [3, 9, 21, 45, 75, 105, 135]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no pseudo-terminals of this kind")
@@ -46,9 +46,9 @@ def test_a_terminal_that_does_not_say_its_width_has_a_bar(monkeypatch: pytest.Mo
         bar = progress_bar.bar(total=10)
         bar.update(5)
         bar.close()
-    shown = b""
-    while b"5/10" not in shown:          # what was written comes in pieces; after the last one the read fails
-        shown += os.read(here, 10_000)
+    printed = b""
+    while b"5/10" not in printed:          # the output comes in pieces, and a read after the last one fails
+        printed += os.read(here, 10_000)
     os.close(here)
 
 
@@ -59,6 +59,6 @@ def test_the_bar_fits_into_a_terminal_of_80_columns() -> None:
     assert line.endswith(f"{metrics}]")
 
 
-@pytest.mark.parametrize(("value", "shown"), [(4.14398, "4.144"), (2379.26, "2,379"), (12345.6, "12,346")])
-def test_numbers_beside_the_bar_have_no_power_of_ten(value: float, shown: str) -> None:
-    assert progress_bar._format_number(value) == shown
+@pytest.mark.parametrize(("value", "printed"), [(4.14398, "4.144"), (2379.26, "2,379"), (12345.6, "12,346")])
+def test_numbers_beside_the_bar_have_no_power_of_ten(value: float, printed: str) -> None:
+    assert progress_bar._format_number(value) == printed

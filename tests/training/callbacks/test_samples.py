@@ -1,4 +1,4 @@
-"""Samples, metrics.csv and gradient norms: they do not change training, and their values are right."""
+"""Tests that samples, metrics.csv and gradient norms do not change training, and that their values are right."""
 
 import csv
 import json
@@ -32,7 +32,7 @@ def differences(run: Path, other: Path) -> set[str]:
 
 @pytest.mark.programs
 def test_samples_and_norms_change_nothing_in_training(run: Run, tmp_path: Path) -> None:
-    """Weights, optimiser, random state and position in the data are bit-identical; standard output has the last sample."""
+    """Weights, optimiser, random state and data position are bit-identical. Standard output has the last sample."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     without = run("train", *BRIEF, "trainer.sample_every=0", "out_dir=without")
     sampled = run("train", *BRIEF, "trainer.sample_every=2", "trainer.grad_norms=true", "out_dir=with")
@@ -44,12 +44,12 @@ def test_samples_and_norms_change_nothing_in_training(run: Run, tmp_path: Path) 
     samples = read_samples(Path("with/samples.jsonl"))
     assert [(sample["step"], sample["prompt"]) for sample in samples] == [(2, PROMPT), (4, PROMPT), (5, PROMPT)]
     assert sampled[1] == without[1] == f"{PROMPT}{samples[-1]['text']}\n"
-    assert len({sample["text"] for sample in samples}) > 1, "of other weights"
-    norms_are_those_of_the_parts(rows(Path("with")))
+    assert len({sample["text"] for sample in samples}) > 1, "other weights must write other texts"
+    assert_norms(rows(Path("with")))
 
 
-def norms_are_those_of_the_parts(found: list[dict[str, str]]) -> None:
-    for row in found:
+def assert_norms(results: list[dict[str, str]]) -> None:
+    for row in results:
         if row["train/loss"]:
             parts = torch.tensor([float(row[name]) for name in norm_names(2)], dtype=torch.float64)
             assert parts.norm().item() == pytest.approx(float(row["grad_norm"]), rel=1e-5)
@@ -64,7 +64,7 @@ def test_a_prompt_that_has_no_tokens_is_refused_before_training(tmp_path: Path) 
 
 
 def test_a_continued_run_has_the_samples_of_one_that_was_not_stopped(tmp_path: Path) -> None:
-    """Samples of steps after its checkpoint are dropped, and so is an incomplete last line."""
+    """Samples of steps after the checkpoint are dropped, and so is an incomplete last line."""
     lines = [json.dumps({"step": step, "prompt": "", "text": "é\n"}, ensure_ascii=False) + "\n" for step in (10, 20, 30)]
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(lines) + lines[0][:-5], encoding="utf-8")
@@ -104,22 +104,22 @@ def test_a_continued_run_keeps_its_columns_and_has_new_ones_after_them(tmp_path:
     path.write_text("step,train/loss,mine\n1,2.5,a\n2,2.25,b\n3,2,c\n4,1.", encoding="utf-8")
     MetricsFile(path, "conv1d", ["grad_norm/emb"], resumed_at=2).log_metrics({"train/loss": 2.0, "grad_norm/emb": 3.0}, 3)
     with path.open(newline="", encoding="utf-8") as file:
-        header, *found = csv.reader(file)
+        header, *results = csv.reader(file)
     assert header == ["step", "train/loss", "mine", *(name for name in COLUMNS if name != "train/loss"), "kernel",
                       "grad_norm/emb"]
-    assert [row[:3] for row in found] == [["1", "2.5", "a"], ["2", "2.25", "b"], ["3", "2.0", ""]]
-    assert found[-1][-2:] == ["conv1d", "3.0"]
+    assert [row[:3] for row in results] == [["1", "2.5", "a"], ["2", "2.25", "b"], ["3", "2.0", ""]]
+    assert results[-1][-2:] == ["conv1d", "3.0"]
 
 
-# What is measured
+# Measurements
 
 
 def test_gradient_norms_are_those_of_each_part() -> None:
     model = small_model()
     model(tokens(model))[0].sum().backward()
-    found = gradient_norms(model)
-    assert tuple(found) == norm_names(3)
-    for name, norm in found.items():
+    results = gradient_norms(model)
+    assert tuple(results) == norm_names(3)
+    for name, norm in results.items():
         part = model.get_submodule(name.removeprefix("grad_norm/"))
         flat = torch.cat([parameter.grad.flatten() for parameter in part.parameters()])
         assert norm == pytest.approx(flat.norm().item(), rel=1e-5)

@@ -1,4 +1,4 @@
-"""What the machine has, and the runs that are refused before anything is done."""
+"""Tests how free memory and disk space are found, and which runs are refused before any work."""
 
 import sys
 from pathlib import Path
@@ -23,7 +23,7 @@ GB, MIB = 10 ** 9, 2 ** 20
 # Host memory and disks
 
 
-def written(root: Path, **files: str) -> Path:
+def write_files(root: Path, **files: str) -> Path:
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,22 +48,22 @@ HERE, UP = "sys__fs__cgroup__job__", "sys__fs__cgroup__"
     ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "10\n", f"{HERE}memory.current": "700\n"}, 0),
 ], ids=["machine", "no limit", "limit", "parent's limit", "container", "version 1", "above its limit"])
 def test_the_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], free: int) -> None:
-    assert free_memory(CPU, written(tmp_path, **MEMINFO, **files)) == free
+    assert free_memory(CPU, write_files(tmp_path, **MEMINFO, **files)) == free
 
 
 def test_what_there_is_here_can_be_told(tmp_path: Path) -> None:
-    found = free_memory(CPU)
-    assert found is None or found > 10 * MIB
+    free = free_memory(CPU)
+    assert free is None or free > 10 * MIB
     assert free_disk(tmp_path / "not" / "there") > 0
-    installed = free_memory(CPU, tmp_path)               # where there is no /proc
-    assert found is None or installed is None or installed >= found
+    installed = free_memory(CPU, tmp_path)               # this folder has no /proc
+    assert free is None or installed is None or installed >= free
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
 def test_the_memory_of_this_process_can_be_told(tmp_path: Path) -> None:
-    held = torch.ones(64 * MIB // 4)
-    assert held.nbytes + 100 * MIB < resident_memory() <= peak_memory_mib(CPU) * MIB
-    assert resident_memory(tmp_path) == 0, "where there is no /proc"
+    block = torch.ones(64 * MIB // 4)
+    assert block.nbytes + 100 * MIB < resident_memory() <= peak_memory_mib(CPU) * MIB
+    assert resident_memory(tmp_path) == 0, "without /proc the result must be 0"
 
 
 # The capacity check
@@ -91,8 +91,8 @@ def test_the_plan_of_a_model_that_cannot_fit_comes_before_the_refusal(run: Run, 
     assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
 
 
-def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """The error message if the configuration does not fit into `free` bytes, else None."""
+def capacity_error(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """Returns the error message if the configuration does not fit into `free` bytes, else None."""
     with_memory(free, GB // 10, monkeypatch)
     try:
         require_capacity(needs_here(config, V, CPU), Path("run"))
@@ -102,8 +102,8 @@ def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch
 
 
 def with_memory(free: int, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, found in (("free_memory", lambda device: free), ("resident_memory", lambda: used)):
-        monkeypatch.setattr(capacity, name, found)
+    for name, replacement in (("free_memory", lambda device: free), ("resident_memory", lambda: used)):
+        monkeypatch.setattr(capacity, name, replacement)
 
 
 @pytest.mark.parametrize(("free", "remedy"), [
@@ -115,23 +115,23 @@ def with_memory(free: int, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
 ])
 def test_the_remedy_is_the_least_that_helps(free: float, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(12, 768, 32, 512)
-    said = fits(config, int(free * GB), 2048, monkeypatch)
-    assert said is not None
-    assert said.startswith("training needs at least 1")
-    assert said.endswith(remedy)
+    message = capacity_error(config, int(free * GB), 2048, monkeypatch)
+    assert message is not None
+    assert message.startswith("training needs at least 1")
+    assert message.endswith(remedy)
     options = dict(option.split("=") for option in remedy.split() if "=" in option)
     if "model" not in options and "optim" not in options:
         B, accumulate = int(options.get("data.batch_size", 32)), int(options.get("trainer.accumulate", 1))
-        changed = configured(12, 768, B, 512, activation_checkpointing=True, accumulate=accumulate)
-        assert fits(changed, int(free * GB), 2048, monkeypatch) is None
-        assert changed.tokens_per_step == config.tokens_per_step
+        smaller = configured(12, 768, B, 512, activation_checkpointing=True, accumulate=accumulate)
+        assert capacity_error(smaller, int(free * GB), 2048, monkeypatch) is None
+        assert smaller.tokens_per_step == config.tokens_per_step
 
 
 def test_where_no_option_suffices_the_advice_is_what_to_lessen(monkeypatch: pytest.MonkeyPatch) -> None:
     wide, busy = configured(1, 64, 1, 10**7), configured(1, 64, 1, 16)
     busy.data.num_workers = 1000
-    assert str(fits(wide, GB, 2048, monkeypatch)).endswith("use a smaller data.batch_size= or model.ctx_len=")
-    assert str(fits(busy, GB, 2048, monkeypatch)).endswith("use a smaller data.num_workers=")
+    assert str(capacity_error(wide, GB, 2048, monkeypatch)).endswith("use a smaller data.batch_size= or model.ctx_len=")
+    assert str(capacity_error(busy, GB, 2048, monkeypatch)).endswith("use a smaller data.num_workers=")
 
 
 def test_a_run_is_refused_only_if_three_quarters_of_the_estimate_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +140,8 @@ def test_a_run_is_refused_only_if_three_quarters_of_the_estimate_do_not_fit(monk
     need = memory.estimate(config, 256)
     least = need.fixed + round(0.75 * (need.total - need.fixed))
     assert need.least == least
-    assert fits(config, least, 256, monkeypatch) is None
-    assert fits(config, least - 1, 256, monkeypatch) is not None
+    assert capacity_error(config, least, 256, monkeypatch) is None
+    assert capacity_error(config, least - 1, 256, monkeypatch) is not None
 
 
 def test_checkpoints_that_the_disk_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -153,5 +153,5 @@ def test_checkpoints_that_the_disk_cannot_hold_are_refused(tmp_path: Path) -> No
         require_capacity(needs_here(config, 256, CPU), tmp_path)
     (tmp_path / "checkpoints").mkdir()
     with (tmp_path / "checkpoints" / "last.ckpt").open("wb") as file:
-        file.truncate(need)              # it takes no room
+        file.truncate(need)              # a sparse file takes no room
     require_capacity(needs_here(config, 256, CPU), tmp_path)

@@ -1,4 +1,4 @@
-"""Parameters and memory by formula, compared with published sizes and with measured peaks."""
+"""Compares parameters and memory by formula with published sizes and with measured peaks."""
 
 import sys
 from dataclasses import replace
@@ -22,7 +22,7 @@ from rwkv.training.memory import estimate as memory
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 
-VOCABULARIES = {"rwkv4": 50277, "rwkv7": 65536}          # of released files; tiny and small have 2,048 tokens
+VOCABULARIES = {"rwkv4": 50277, "rwkv7": 65536}          # sizes of released files; tiny and small have 2,048
 PRESETS = {"tiny": 2_712_576, "small": 13_101_312, "169m": 169_342_464, "430m": 430_397_440, "1b5": 1_515_106_304,
            "3b": 2_984_627_200, "7b": 7_392_649_216, "rwkv7_tiny": 2_817_024, "rwkv7_small": 13_414_656,
            "rwkv7_0.1b": 191_084_544, "rwkv7_0.4b": 450_834_432, "rwkv7_1.5b": 1_527_668_736, "rwkv7_2.9b": 2_948_065_280,
@@ -48,7 +48,7 @@ def test_a_preset_has_the_published_parameters(name: str) -> None:
     config = ModelConfig(**yaml.safe_load(text))
     V = 2048 if "tiny" in name or "small" in name else VOCABULARIES[config.generation]
     assert memory.n_parameters(config, V) == PRESETS[name]
-    assert f"{PRESETS[name]:,} " in text, "the file says so itself"
+    assert f"{PRESETS[name]:,} " in text, "the file must state the number"
 
 
 WIDTHS = st.integers(1, 90)
@@ -65,7 +65,7 @@ def test_the_formula_counts_any_model(L: int, C: int, A: int | None, F: int | No
 
 
 def measured_peak(config: TrainConfig, V: int, kernel: str) -> int:
-    """The peak of building and two steps, in Lightning's order: gradients live until the next backward pass."""
+    """Returns the peak memory of a model and two steps in Lightning's order: gradients live until the next backward pass."""
     batch, half = batch_of(config, V), config.trainer.precision == "bf16-mixed"
 
     def train() -> tuple[()]:
@@ -91,7 +91,7 @@ def batch_of(config: TrainConfig, V: int) -> tuple[torch.Tensor, torch.Tensor] |
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("generation", "sizes", "V", "options"), [
-    ("rwkv4", (2, 192, 2, 64), 8192, {}),                                  # weights, and the loss
+    ("rwkv4", (2, 192, 2, 64), 8192, {}),                                  # weights and the loss need most of the memory
     ("rwkv4", (2, 64, 8, 128), 256, {"precision": "bf16-mixed"}),
     ("rwkv4", (2, 64, 2, 64), 256, {"tbptt": 4}),
     ("rwkv7", (2, 64, 8, 128), 256, {}),
@@ -118,7 +118,7 @@ def test_processes_share_a_batch_and_fsdp_the_weights() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
 def test_a_heap_that_is_returned_after_each_block_has_a_quarter_of_holes() -> None:
-    """The peaks that this factor comes from are measured in soak."""
+    """The soak tests measure the peaks that this factor comes from."""
     packed = replace(configured(2, 64, 8, 128, accelerator="cpu"), data=DataConfig(name="chat", batch_size=8))
     with_holes, without = (memory.estimate(replace(packed, trainer=replace(packed.trainer, malloc=malloc)), 256)
                            for malloc in ("tuned", "default"))

@@ -1,4 +1,4 @@
-"""A run that does not fit: options with which it would, as they are typed, and their memory."""
+"""Tests the options that are advised for a run that does not fit into memory, and the memory that they need."""
 
 import re
 from dataclasses import replace
@@ -13,19 +13,19 @@ from rwkv.training.memory.remedies import remedies
 from rwkv.training.run.options import check_new_run
 
 V, GIB = 65536, 2 ** 30
-NAMED = ("model=rwkv7_1.5b", "model.ctx_len=1024", "data.batch_size=8", "trainer.precision=bf16-mixed")
-LARGE: TrainConfig = composed("train", *NAMED)
+OPTIONS = ("model=rwkv7_1.5b", "model.ctx_len=1024", "data.batch_size=8", "trainer.precision=bf16-mixed")
+LARGE: TrainConfig = composed("train", *OPTIONS)
 
 
 def test_what_is_advised_can_be_typed_and_takes_the_memory_that_is_said() -> None:
     for remedy in remedies(LARGE, V, 1, "cuda", 12 * GIB):
-        typed = composed("train", *NAMED, *remedy.options.split())
-        check_new_run(typed, [])
-        devices = typed.trainer.devices if typed.trainer.strategy == "fsdp" else 1
-        assert estimate(typed, V, devices, 12 * GIB).total == remedy.need, remedy.options
+        config = composed("train", *OPTIONS, *remedy.options.split())
+        check_new_run(config, [])
+        devices = config.trainer.devices if config.trainer.strategy == "fsdp" else 1
+        assert estimate(config, V, devices, 12 * GIB).total == remedy.need, remedy.options
 
 
-def advised(config: TrainConfig, free: int, device: str = "cuda") -> list[str]:
+def advice_lines(config: TrainConfig, free: int, device: str = "cuda") -> list[str]:
     return [line for _, line in fitting_remedy_lines(remedies(config, V, 1, device, free), free, 0)]
 
 
@@ -36,7 +36,7 @@ def advised(config: TrainConfig, free: int, device: str = "cuda") -> list[str]:
     (12, "trainer.activation_checkpointing=true optim=adamw8bit trainer.optim_in_backward=true optim.grad_clip=0 "
          "data.batch_size=1", ["trainer=fsdp trainer.devices=4"])])
 def test_the_cheapest_comes_first_and_every_kind_once(gib: int, first: str, others: list[str]) -> None:
-    lines = advised(LARGE, gib * GIB)
+    lines = advice_lines(LARGE, gib * GIB)
     assert lines[0].endswith(f" with {first}")
     for other in others:
         assert any(other in line for line in lines)
@@ -45,10 +45,10 @@ def test_the_cheapest_comes_first_and_every_kind_once(gib: int, first: str, othe
 
 
 def test_adapters_are_advised_for_weights_that_exist_and_gpus_where_there_are_gpus() -> None:
-    assert not any("tune=lora" in line for line in advised(LARGE, 12 * GIB))
+    assert not any("tune=lora" in line for line in advice_lines(LARGE, 12 * GIB))
     tuned = replace(LARGE, init_from="base.pth")
-    assert any("tune=lora" in line for line in advised(tuned, 12 * GIB))
-    assert not any("fsdp" in line for line in advised(tuned, 12 * GIB, "cpu"))
+    assert any("tune=lora" in line for line in advice_lines(tuned, 12 * GIB))
+    assert not any("fsdp" in line for line in advice_lines(tuned, 12 * GIB, "cpu"))
 
 
 @pytest.mark.parametrize("config", [
@@ -56,7 +56,7 @@ def test_adapters_are_advised_for_weights_that_exist_and_gpus_where_there_are_gp
     replace(LARGE, trainer=TrainerConfig(accumulate=3)), replace(LARGE, trainer=TrainerConfig(strategy="ddp", devices=2)),
     replace(LARGE, trainer=TrainerConfig(precision="fp16-mixed"))])
 def test_no_advice_contradicts_the_run_s_other_options(config: TrainConfig) -> None:
-    """Muon stays, and gradients that are added up stay."""
+    """No advice replaces Muon, and none updates weights in the backward pass."""
     for remedy in remedies(config, V, 2, "cuda", 12 * GIB):
         assert not (config.optim.name == "muon" and "adamw" in remedy.options)
         assert "optim_in_backward" not in remedy.options
@@ -65,8 +65,8 @@ def test_no_advice_contradicts_the_run_s_other_options(config: TrainConfig) -> N
 def test_what_a_run_has_already_is_not_advised() -> None:
     frugal = replace(LARGE, trainer=replace(LARGE.trainer, activation_checkpointing=True),
                      optim=replace(LARGE.optim, grad_clip=0.0))
-    assert not any("activation_checkpointing" in line or "grad_clip" in line for line in advised(frugal, 24 * GIB))
+    assert not any("activation_checkpointing" in line or "grad_clip" in line for line in advice_lines(frugal, 24 * GIB))
 
 
 def test_nothing_is_advised_where_nothing_fits() -> None:
-    assert advised(LARGE, GIB) == []
+    assert advice_lines(LARGE, GIB) == []

@@ -1,4 +1,4 @@
-"""Runs with init_from= that take less memory: passes of a step, freed blocks returned, activations recomputed."""
+"""Tests how runs with init_from= save memory: several passes per step, returned blocks, and recomputed activations."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,8 +19,8 @@ def test_passes_have_512_tokens_where_weights_are_frozen_or_many(options: dict[s
     config = TrainConfig(model=sizes, data=DataConfig(batch_size=8),
                          trainer=TrainerConfig(accelerator="cpu", tbptt=options.get("tbptt", 0)),
                          tune=TuneConfig(method=options.get("method", "lora")))
-    divided, line = with_passes(config, 65536, options.get("given", ()))
-    assert (divided.data.batch_size, divided.tokens_per_step) == (rows, config.tokens_per_step)
+    config_of_passes, line = with_passes(config, 65536, options.get("given", ()))
+    assert (config_of_passes.data.batch_size, config_of_passes.tokens_per_step) == (rows, config.tokens_per_step)
     assert (line is None) == (rows == 8)
 
 
@@ -32,6 +32,6 @@ def test_a_run_that_is_short_of_memory_computes_activations_again() -> None:
     returned = estimate(replace(config, trainer=replace(config.trainer, malloc="small")), 65536).total
     assert returned < need
     for free, malloc, checkpointing in ((need, "tuned", False), (returned, "small", False), (returned - 1, "small", True)):
-        found, line = fit_memory(config, 65536, (), free)
-        assert (found.trainer.malloc, found.trainer.activation_checkpointing) == (malloc, checkpointing)
+        fitted, line = fit_memory(config, 65536, (), free)
+        assert (fitted.trainer.malloc, fitted.trainer.activation_checkpointing) == (malloc, checkpointing)
         assert (line is None) == (malloc == "tuned")

@@ -1,4 +1,4 @@
-"""optim=adamw8bit: moments in bytes, updates like AdamW's, and runs that continue to the bit."""
+"""Tests optim=adamw8bit: moments in bytes, updates like AdamW's, and runs that continue to the bit."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ ADAM = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
 @settings(deadline=None, max_examples=20)
 @given(st.floats(-15, 15), st.integers(0, 1000))
 def test_a_number_is_rounded_to_a_level_near_it(signed: bool, exponent: float, seed: int) -> None:
-    """Within 15 % down to a hundredth of its block's largest, and within a hundredth of the largest everywhere."""
+    """The error is at most a hundredth of the block's largest number, and at most 15 % of numbers above this hundredth."""
     numbers = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(seed)) * 10 ** exponent
     if not signed:
         numbers = numbers.square()
@@ -61,7 +61,7 @@ FUSED = partial(torch.optim.AdamW, fused=True)
 
 
 def steps(optimiser: Callable[..., torch.optim.Optimizer], count: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    """Parameters after steps with gradients that are the same for every optimiser."""
+    """Returns the parameters after `count` steps with gradients that are the same for every optimiser."""
     generator = torch.Generator().manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     optimizer = optimiser([{"params": parameters, "weight_decay": 0.1}], **ADAM)
@@ -103,14 +103,14 @@ def test_the_state_takes_what_the_plan_says() -> None:
     for parameter in task.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    taken = sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
+    state_bytes = sum(value.nbytes for state in optimizer.state.values() for name, value in state.items() if name != "step")
     config = TrainConfig(model=ModelConfig(n_layer=1, n_embd=64), optim=OptimConfig(name="adamw8bit"),
                          trainer=TrainerConfig(keep_last=1))
     weights = sum(parameter.nbytes for parameter in task.parameters())
-    work = adamw8bit.WORK * weights      # of this model all at once
-    assert estimate(config, 256).optimiser == taken + work
-    assert checkpoint_bytes(config, 256) == 3 * (weights + taken)
-    assert taken < 0.6 * weights
+    work = adamw8bit.WORK * weights      # the model is smaller than one chunk
+    assert estimate(config, 256).optimiser == state_bytes + work
+    assert checkpoint_bytes(config, 256) == 3 * (weights + state_bytes)
+    assert state_bytes < 0.6 * weights
 
 
 def test_the_state_loads_without_float_copies_of_the_codes() -> None:
@@ -118,11 +118,11 @@ def test_the_state_loads_without_float_copies_of_the_codes() -> None:
     for parameter in optimizers[0].param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizers[0].step()
-    saved = optimizers[0].state_dict()
-    optimizers[1].load_state_dict(saved)
+    before = optimizers[0].state_dict()
+    optimizers[1].load_state_dict(before)
     loaded = optimizers[1].state_dict()
-    assert loaded["param_groups"] == saved["param_groups"]
-    for number, state in saved["state"].items():
+    assert loaded["param_groups"] == before["param_groups"]
+    for number, state in before["state"].items():
         for name, value in state.items():
             assert loaded["state"][number][name].dtype == value.dtype
             assert loaded["state"][number][name].equal(value)
@@ -130,12 +130,12 @@ def test_the_state_loads_without_float_copies_of_the_codes() -> None:
 
 
 def test_the_1_5b_shape_trains_in_full_in_12_gb_by_plan() -> None:
-    """Float32 weights, products in bfloat16, moments in 8 bits."""
+    """Weights are in float32, products in bfloat16 and moments in 8 bits."""
     sizes = ModelConfig("rwkv7", n_layer=24, n_embd=2048, ctx_len=1024)
     frugal = TrainConfig(model=sizes, data=DataConfig(batch_size=1), optim=OptimConfig(name="adamw8bit", grad_clip=0.0),
                          trainer=TrainerConfig(optim_in_backward=True, activation_checkpointing=True, precision="bf16-mixed"))
     plain = TrainConfig(model=sizes, data=DataConfig(batch_size=1), trainer=TrainerConfig(precision="bf16-mixed"))
-    assert estimate(frugal, 65536).total < 11.5e9          # beside a GPU's context of some 0.5 GB
+    assert estimate(frugal, 65536).total < 11.5e9          # a GPU's context needs some 0.5 GB, too
     assert estimate(plain, 65536).total > 24e9
 
 
@@ -156,13 +156,13 @@ RUN = (*SMALL, "logger=csv", "model=rwkv7_tiny", "model.n_layer=1", "model.n_emb
 def test_a_run_continues_to_the_bit_and_its_checkpoint_is_read_as_any_other(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     options = (*RUN, "optim=adamw8bit", "trainer.optim_in_backward=true")
-    for name, chosen in (("whole", options), ("adamw", RUN)):
-        done = done_here(tmp_path, "train", *chosen, f"out_dir={name}")
-        assert done.status == 0, done.error
+    for name, run_options in (("whole", options), ("adamw", RUN)):
+        result = done_here(tmp_path, "train", *run_options, f"out_dir={name}")
+        assert result.status == 0, result.error
     process = forked(tmp_path, *options, "out_dir=killed")
     kill_after(process, tmp_path / "killed", 12, 0.0)
-    done = done_here(tmp_path, "train", "resume=auto", "out_dir=killed")
-    assert done.status == 0, done.error
+    result = done_here(tmp_path, "train", "resume=auto", "out_dir=killed")
+    assert result.status == 0, result.error
     assert_same_training(tmp_path / "killed", tmp_path / "whole")
     assert losses(tmp_path / "whole")[30] == pytest.approx(losses(tmp_path / "adamw")[30], rel=0.05)
     sizes = [(tmp_path / name / "checkpoints/last.ckpt").stat().st_size for name in ("whole", "adamw")]

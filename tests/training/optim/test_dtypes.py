@@ -1,4 +1,4 @@
-"""On a CPU without products of bfloat16 nothing multiplies in it, unless the user asks for it, and then a line says so."""
+"""Tests that a CPU without bfloat16 products multiplies in float32, unless the user asks for bfloat16: then a line warns."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ BASES: dict[str, Callable[[RWKV], Any]] = {"float32": lambda model: model, "bflo
 
 @pytest.fixture
 def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a CPU without AVX-512 BF16, of whatever maker."""
+    """Makes torch report a CPU without instructions for bfloat16."""
     with monkeypatch.context() as patched:
         patched.setattr(torch.cpu, "get_capabilities", dict)
         cpu.multiplies_natively.cache_clear()
@@ -43,8 +43,8 @@ def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cpu.multiplies_natively.cache_clear()
 
 
-class Multiplied(TorchDispatchMode):
-    """Notes the dtypes of the products inside the block."""
+class ProductDtypes(TorchDispatchMode):
+    """Records the dtypes of the products inside a with block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,20 +56,20 @@ class Multiplied(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def of_a_step(model: RWKV, optimiser: str) -> set[torch.dtype]:
-    """The dtypes of the products of a training step."""
+def product_dtypes(model: RWKV, optimiser: str) -> set[torch.dtype]:
+    """Returns the dtypes of the products of a training step."""
     task, x = LanguageModel(model, OptimConfig(name=optimiser, weight_decay=0.1), 10, None), tokens(model, B=2, T=8)
     optimizer = task.configure_optimizers()["optimizer"]
-    with Multiplied() as multiplied:
+    with ProductDtypes() as products:
         task.training_step((x, x), 0).backward()
         optimizer.step()
-    return multiplied.dtypes
+    return products.dtypes
 
 
 @each_generation
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 def test_a_training_step_multiplies_in_float32_alone(generation: str, optimiser: str, without_bfloat16: None) -> None:
-    assert of_a_step(small_model(generation=generation), optimiser) == {torch.float32}
+    assert product_dtypes(small_model(generation=generation), optimiser) == {torch.float32}
 
 
 @each_generation
@@ -79,15 +79,15 @@ def test_a_tuning_step_multiplies_in_float32_alone(generation: str, base: str, o
     model = small_model(generation=generation).requires_grad_(False)
     BASES[base](model)
     add_adapters(model, [], rank=2, alpha=4.0)
-    assert of_a_step(model, optimiser) == {torch.float32}
+    assert product_dtypes(model, optimiser) == {torch.float32}
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_so_does_a_step_that_tunes_a_state(base: str, without_bfloat16: None) -> None:
+def test_a_step_that_tunes_a_state_multiplies_in_float32_alone(base: str, without_bfloat16: None) -> None:
     model = small_model(generation="rwkv7").requires_grad_(False)
     BASES[base](model)
     model.set_time_states([layer.wkv[0].clone() for layer in model.generation.empty_state(model.config, 1).layers()])
-    assert of_a_step(model, "adamw") == {torch.float32}
+    assert product_dtypes(model, "adamw") == {torch.float32}
 
 
 @each_generation
@@ -97,11 +97,11 @@ def test_prompts_and_steps_of_few_and_many_rows_multiply_in_float32_alone(genera
                                                                           without_bfloat16: None) -> None:
     model = small_model(generation=generation).requires_grad_(False).eval()
     model = {"float32": lambda model: model, "int8": to_int8, "int4": to_int4}[dtype](model)
-    with Multiplied() as multiplied:
+    with ProductDtypes() as products:
         model.prefill(tokens(model, B=1, T=100))
         for rows in (1, 2, 100):
             decoder_of(model, model.empty_state(rows)).step(tokens(model, B=rows, T=1)[:, 0])
-    assert multiplied.dtypes <= {torch.float32, torch.uint8, torch.int16}
+    assert products.dtypes <= {torch.float32, torch.uint8, torch.int16}
 
 
 @pytest.mark.thorough
@@ -121,7 +121,7 @@ def test_muons_directions_are_the_same_within_rounding(shape: tuple[int, ...], w
     torch.manual_seed(0)
     matrices = torch.randn(shape)
     exact = orthogonal(matrices)
-    with monkeypatch.context() as patched:               # undone before the fixture's own
+    with monkeypatch.context() as patched:               # this patch must end before the fixture's
         patched.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
         cpu.multiplies_natively.cache_clear()
         rounded = orthogonal(matrices)
@@ -148,7 +148,7 @@ def test_a_program_that_reads_in_bfloat16_says_that_it_is_slow(program: str, opt
                                                                without_bfloat16: None) -> None:
     Path("text.txt").write_text(TEXT)
     small_model(vocab_size=256).save_pretrained("model.safetensors", ByteTokenizer())
-    for dtype, said in (("bfloat16", True), ("float32", False)):
+    for dtype, warns in (("bfloat16", True), ("float32", False)):
         status, _, error = run(program, "checkpoint=model.safetensors", f"dtype={dtype}", *options)
         assert status == 0, error
-        assert ("WARNING" in error) == said
+        assert ("WARNING" in error) == warns

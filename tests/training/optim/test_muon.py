@@ -1,4 +1,4 @@
-"""Muon is torch's own Muon on matrices and torch's AdamW on the rest, and goes on from its state to the bit."""
+"""Tests that Muon updates matrices like torch's Muon and the rest like torch's AdamW, and continues to the bit."""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from rwkv.errors import UserError
 from rwkv.training.optim.muon import Muon, orthogonal
 
 SHAPES = ((8, 8), (8, 8), (16, 8), (8, 16), (16, 8))
-TORCHS = (3.4445, -4.7750, 2.0315), 5, 1e-7       # coefficients, iterations, smallest norm
+TORCH_OPTIONS = (3.4445, -4.7750, 2.0315), 5, 1e-7       # coefficients, iterations, smallest norm
 
 
 def matrices() -> list[nn.Parameter]:
@@ -36,8 +36,8 @@ def muon(hidden: list[nn.Parameter], others: list[nn.Parameter], row_beta: float
                 row_beta=row_beta, orthogonalize=orthogonalize)
 
 
-def trained(parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer], steps: int,
-            start: int = 0) -> list[Tensor]:
+def train(parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer], steps: int,
+          start: int = 0) -> list[Tensor]:
     for step in range(start, start + steps):
         for number, parameter in enumerate(parameters):
             generator = torch.Generator().manual_seed(100 * step + number)
@@ -48,16 +48,16 @@ def trained(parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimiz
 
 
 def test_in_its_directions_matrices_move_as_under_torchs_muon_and_the_rest_as_under_adamw() -> None:
-    def torchs(matrices: Tensor) -> Tensor:
-        return torch.stack([_zeropower_via_newtonschulz(matrix, *TORCHS) for matrix in matrices])
+    def newton_schulz(matrices: Tensor) -> Tensor:
+        return torch.stack([_zeropower_via_newtonschulz(matrix, *TORCH_OPTIONS) for matrix in matrices])
 
     hidden, others = matrices(), vectors()
-    found = trained([*hidden, *others], [muon(hidden, others, orthogonalize=torchs)], steps=4)
+    actual = train([*hidden, *others], [muon(hidden, others, orthogonalize=newton_schulz)], steps=4)
     hidden, others = matrices(), vectors()
     apart = [torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1), torch.optim.AdamW(others, lr=0.003, betas=(0.9, 0.99),
                                                                                   weight_decay=0.0, fused=True)]
-    expected = trained([*hidden, *others], apart, steps=4)
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+    expected = train([*hidden, *others], apart, steps=4)
+    for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert not torch.equal(one, [*matrices(), *vectors()][number])
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6 if number < len(SHAPES) else 0)
 
@@ -66,12 +66,12 @@ def test_in_its_directions_matrices_move_as_under_torchs_muon_and_the_rest_as_un
 def test_from_a_saved_state_training_goes_on_to_the_bit(row_beta: float) -> None:
     hidden, others = matrices(), vectors()
     optimizer = muon(hidden, others, row_beta)
-    trained([*hidden, *others], [optimizer], steps=3)
-    saved, (copied, rest) = copy.deepcopy(optimizer.state_dict()), copy.deepcopy((hidden, others))
-    expected = trained([*hidden, *others], [optimizer], steps=3, start=3)
+    train([*hidden, *others], [optimizer], steps=3)
+    state, (copied, rest) = copy.deepcopy(optimizer.state_dict()), copy.deepcopy((hidden, others))
+    expected = train([*hidden, *others], [optimizer], steps=3, start=3)
     again = muon(copied, rest, row_beta)
-    again.load_state_dict(saved)
-    for one, other in zip(trained([*copied, *rest], [again], steps=3, start=3), expected, strict=True):
+    again.load_state_dict(state)
+    for one, other in zip(train([*copied, *rest], [again], steps=3, start=3), expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -80,9 +80,9 @@ def test_a_schedule_moves_the_rates_of_both() -> None:
     optimizer = muon(hidden, others)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < 1))
     parameters = [*hidden, *others]
-    states = [trained(parameters, [], 0)]
+    states = [train(parameters, [], 0)]
     for step in range(2):
-        states.append(trained(parameters, [optimizer], 1, start=step))
+        states.append(train(parameters, [optimizer], 1, start=step))
         schedule.step()
     moved = [[not torch.equal(*pair) for pair in zip(before, after, strict=True)] for before, after in pairwise(states)]
     assert moved == [[True] * len(parameters), [False] * len(parameters)]
@@ -91,7 +91,7 @@ def test_a_schedule_moves_the_rates_of_both() -> None:
 @pytest.mark.parametrize("shape", [(3, 6, 6), (2, 4, 12), (2, 12, 4)])
 @pytest.mark.parametrize("size", [1e-5, 1.0, 1e6])
 def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int, int], size: float) -> None:
-    """Those from a 33rd of the largest on; the others grow, and so does nothing that was not there."""
+    """Singular values of at least 0.03 times the largest come near one. Smaller ones grow, and no new direction appears."""
     torch.manual_seed(1)
     U, _, Vh = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     values = torch.tensor([1.0, 0.7, 0.3, 0.1, 0.03, 0.005])[:min(shape[1:])]
@@ -104,7 +104,7 @@ def test_singular_values_come_near_one_and_directions_stay(shape: tuple[int, int
 
 @pytest.mark.parametrize("rank", [1, 2, 8])
 def test_no_singular_value_outgrows_the_others(rank: int) -> None:
-    """Of one direction alone, where the bound is met exactly and bfloat16 rounds beyond it, as of several alike."""
+    """The bound also holds for a single direction, which meets the bound exactly before bfloat16 rounds beyond it."""
     torch.manual_seed(4)
     many = torch.randn(50, 8, rank) @ torch.linalg.qr(torch.randn(50, 24, rank))[0].mT
     assert torch.linalg.svdvals(orthogonal(many).float()).max() < 1.65
@@ -115,22 +115,22 @@ def test_nothing_comes_of_no_gradient() -> None:
 
 
 def test_state_follows_matrices_of_which_some_have_no_gradient_at_times() -> None:
-    """What matrices of a shape have lies in one stack; each keeps its own whichever others move."""
+    """The states of matrices of one shape lie in one stack. Each matrix keeps its own state, whichever others move."""
     together, alone = matrices(), matrices()
     optimizer, apart = muon(together, [], row_beta=0.9), [muon([matrix], [], row_beta=0.9) for matrix in alone]
     for step, moved in enumerate(({0, 1, 2, 3, 4}, {0, 3}, {1, 2, 4}, {0, 1, 2, 3, 4})):
         for number, pair in enumerate(zip(together, alone, strict=True)):
-            given = torch.randn(SHAPES[number], generator=torch.Generator().manual_seed(10 * step + number))
+            gradient = torch.randn(SHAPES[number], generator=torch.Generator().manual_seed(10 * step + number))
             for matrix in pair:
-                matrix.grad = given.clone() if number in moved else None
+                matrix.grad = gradient.clone() if number in moved else None
         for one in (optimizer, *apart):
             one.step()
     for one, other in zip(together, alone, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-3)       # bfloat16 inside
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-3)       # directions are computed in bfloat16
 
 
 def test_rows_that_move_much_are_held_back_and_the_step_stays_as_long() -> None:
-    """The formula of NorMuon, written out, over three steps."""
+    """Three steps follow NorMuon's formula."""
     torch.manual_seed(2)
     matrix, mean = nn.Parameter(torch.zeros(6, 9)), torch.zeros(6, 1)
     optimizer = muon([matrix], [], row_beta=0.9)
@@ -150,11 +150,11 @@ def test_rows_that_move_much_are_held_back_and_the_step_stays_as_long() -> None:
 
 
 def test_the_state_is_what_the_next_step_starts_from() -> None:
-    """Whoever replaces or clears it, as Lightning does in moving it to another device, has replaced it."""
+    """Replacing or clearing the state takes effect. Lightning replaces the state to move it to another device."""
     torch.manual_seed(3)
     gradients = [torch.randn(4, 6) for _ in range(2)]
 
-    def moved(change: Callable[[Muon], None]) -> tuple[Tensor, Muon]:
+    def train_with(change: Callable[[Muon], None]) -> tuple[Tensor, Muon]:
         matrix = nn.Parameter(torch.zeros(4, 6))
         optimizer = muon([matrix], [], row_beta=0.9)
         for gradient in gradients:
@@ -163,20 +163,20 @@ def test_the_state_is_what_the_next_step_starts_from() -> None:
             change(optimizer)
         return matrix.detach(), optimizer
 
-    def copied(optimizer: Muon) -> None:
+    def copy_state(optimizer: Muon) -> None:
         for parameter, state in optimizer.state.items():
             optimizer.state[parameter] = {name: value.clone() for name, value in state.items()}
 
-    expected, _ = moved(lambda optimizer: None)
-    assert torch.equal(moved(copied)[0], expected)
-    forgotten, optimizer = moved(lambda optimizer: optimizer.state.clear())
-    assert not torch.equal(forgotten, expected)
+    expected, _ = train_with(lambda optimizer: None)
+    assert torch.equal(train_with(copy_state)[0], expected)
+    without_state, optimizer = train_with(lambda optimizer: optimizer.state.clear())
+    assert not torch.equal(without_state, expected)
     optimizer.step()
     assert set(next(iter(optimizer.state.values()))) == {"momentum", "rows"}
 
 
 def test_the_state_of_other_groups_is_refused_with_a_sentence() -> None:
     hidden, others = matrices(), vectors()
-    saved = muon(hidden, others).state_dict()
+    state = muon(hidden, others).state_dict()
     with pytest.raises(UserError):
-        muon(hidden[1:], [*others, hidden[0]]).load_state_dict(saved)
+        muon(hidden[1:], [*others, hidden[0]]).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""The optimiser's groups and the schedules."""
+"""Tests the optimiser's parameter groups and the schedules."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -36,12 +36,12 @@ def test_muon_has_the_matrices_of_blocks_but_gates_and_nothing_else_changes(name
     model = small_model()
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = parameter_groups(model, replace(CONFIG, name=name, matrix_lr=0.05, matrix_momentum=0.9))
-    theirs, = (group for group in groups if group.pop("orthogonal", False))
-    assert {names[parameter] for parameter in theirs["params"]} == {
+    muon_group, = (group for group in groups if group.pop("orthogonal", False))
+    assert {names[parameter] for parameter in muon_group["params"]} == {
         name for name in DECAYED if name.startswith("blocks.") and "receptance" not in name}
-    assert (theirs["lr"], theirs["weight_decay"], theirs["momentum"]) == (0.05, 0.1, 0.9)
+    assert (muon_group["lr"], muon_group["weight_decay"], muon_group["momentum"]) == (0.05, 0.1, 0.9)
     before = {names[parameter]: group["lr"] for group in parameter_groups(model, CONFIG) for parameter in group["params"]}
-    assert all(before[names[parameter]] == group["lr"] for group in groups if group is not theirs
+    assert all(before[names[parameter]] == group["lr"] for group in groups if group is not muon_group
                for parameter in group["params"])
 
 
@@ -49,14 +49,14 @@ def test_each_kind_of_parameter_has_its_scale() -> None:
     model = small_model()
     names = {parameter: name.split(".")[-1] for name, parameter in model.named_parameters()}
     scales = {"time_mix": 5.0, "time_decay": 0.5, "time_first": 0.0}
-    found = {names[parameter]: group["lr"] for group in parameter_groups(model, OptimConfig(
+    rates = {names[parameter]: group["lr"] for group in parameter_groups(model, OptimConfig(
         lr=1.0, **{f"{name}_lr_scale": scale for name, scale in scales.items()})) for parameter in group["params"]}
-    assert found.pop("weight") == found.pop("bias") == 1.0
-    assert found == {"time_mix_k": 5.0, "time_mix_v": 5.0, "time_mix_r": 5.0, "time_decay": 0.5, "time_first": 0.0}
+    assert rates.pop("weight") == rates.pop("bias") == 1.0
+    assert rates == {"time_mix_k": 5.0, "time_mix_v": 5.0, "time_mix_r": 5.0, "time_decay": 0.5, "time_first": 0.0}
 
 
-def stepped(**options: Any) -> list[torch.Tensor]:
-    """The weights after three steps with the gradient that the weights themselves are."""
+def weights_after_steps(**options: Any) -> list[torch.Tensor]:
+    """Returns the weights after three steps in which each gradient equals its weight."""
     model = small_model()
     optimizer = LanguageModel(model, OptimConfig(warmup_steps=0, **options), 100, 1.0).configure_optimizers()["optimizer"]
     for _ in range(3):
@@ -67,15 +67,15 @@ def stepped(**options: Any) -> list[torch.Tensor]:
 
 
 def test_adam_is_adamw_without_weight_decay_and_another_with_it() -> None:
-    assert all(map(torch.equal, stepped(name="adam"), stepped(name="adamw")))
-    decayed = zip(*(stepped(name=name, weight_decay=0.5) for name in ("adam", "adamw")), strict=True)
-    assert [bool((adam != adamw).any()) for adam, adamw in decayed] == [
+    assert all(map(torch.equal, weights_after_steps(name="adam"), weights_after_steps(name="adamw")))
+    pairs = zip(*(weights_after_steps(name=name, weight_decay=0.5) for name in ("adam", "adamw")), strict=True)
+    assert [bool((adam != adamw).any()) for adam, adamw in pairs] == [
         name in DECAYED for name, _ in small_model().named_parameters()]
 
 
 def test_the_optimiser_is_the_configured_one_and_follows_the_schedule() -> None:
-    configured = LanguageModel(small_model(), CONFIG, max_steps=100, val_bytes_per_token=1.0).configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]
+    optimisation = LanguageModel(small_model(), CONFIG, max_steps=100, val_bytes_per_token=1.0).configure_optimizers()
+    optimizer, scheduler = optimisation["optimizer"], optimisation["lr_scheduler"]
     assert isinstance(optimizer, torch.optim.AdamW)
     assert scheduler["interval"] == "step"
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""trainer.optim_in_backward=true: the numbers of a step after the backward pass, and never the gradients of all weights."""
+"""Tests trainer.optim_in_backward=true: results equal those of a step after the backward pass, with fewer gradients at once."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ VOCABULARY, T, STEPS = 50, 6, 2
 UNCLIPPED = {"grad_clip": 0.0, "warmup_steps": 0}
 
 
-def prepared(in_backward: bool, generation: str, options: dict[str, Any], adapters: bool = False) -> LanguageModel:
+def make_task(in_backward: bool, generation: str, options: dict[str, Any], adapters: bool = False) -> LanguageModel:
     model = small_model(generation=generation)
     if adapters:
         add_adapters(model.requires_grad_(False), [], 2, 4.0, 0.0)
@@ -41,10 +41,10 @@ def batch_of(step: int, K: int) -> tuple[torch.Tensor, torch.Tensor] | Segments:
     return Segments(x[:, None], y[:, None], torch.full((4, 1), step == 0), 0, 1.0, x.numel()) if K else (x, y)
 
 
-def trained(task: LanguageModel, options: dict[str, Any]) -> list[torch.Tensor]:
-    """The weights and the optimiser's state after STEPS steps, taken as Lightning takes them."""
-    configured = task.configure_optimizers()
-    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+def train(task: LanguageModel, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the weights, the optimiser's state and the rates after `STEPS` calls of step(closure), as in Lightning."""
+    optimisation = task.configure_optimizers()
+    optimizer, schedule = optimisation["optimizer"], optimisation["lr_scheduler"]["scheduler"]
     half = options.get("precision") == "bf16-mixed"
     for step in range(STEPS):
         def closure(step: int = step) -> float:
@@ -68,29 +68,29 @@ def trained(task: LanguageModel, options: dict[str, Any]) -> list[torch.Tensor]:
     ids=str)
 def test_the_numbers_are_those_of_a_step_after_the_backward_pass(generation: str, options: dict[str, Any],
                                                                  adapters: bool) -> None:
-    after, during = (trained(prepared(in_backward, generation, options, adapters), options) for in_backward in (False, True))
+    after, during = (train(make_task(in_backward, generation, options, adapters), options) for in_backward in (False, True))
     assert len(after) == len(during)
     assert all(map(torch.equal, after, during))
 
 
-def largest_at_once(task: LanguageModel) -> int:
-    """The most bytes of gradients that exist when a weight gets its own."""
+def peak_gradient_bytes(task: LanguageModel) -> int:
+    """Returns the most bytes of gradients that exist at once, measured whenever a weight gets its gradient."""
     peak = 0
 
-    def see(gradient: torch.Tensor) -> None:
+    def record(gradient: torch.Tensor) -> None:
         nonlocal peak
         others = sum(parameter.grad.nbytes for parameter in task.parameters() if parameter.grad is not None)
         peak = max(peak, gradient.nbytes + others)
 
     for parameter in task.parameters():
-        parameter.register_hook(see)
-    trained(task, {})
+        parameter.register_hook(record)
+    train(task, {})
     return peak
 
 
 @each_generation
 def test_the_gradients_of_all_weights_are_never_alive_at_once(generation: str) -> None:
-    after, during = (largest_at_once(prepared(in_backward, generation, {})) for in_backward in (False, True))
+    after, during = (peak_gradient_bytes(make_task(in_backward, generation, {})) for in_backward in (False, True))
     sizes = [parameter.nbytes for parameter in small_model(generation=generation).parameters()]
     assert (after, during) == (sum(sizes), max(sizes))
 
@@ -132,21 +132,21 @@ IN_BACKWARD = "trainer.optim_in_backward=true"
 
 @pytest.mark.programs
 def test_a_run_is_the_same_with_and_without_and_after_a_kill(tmp_path: Path) -> None:
-    """The option may also change when a run is resumed."""
+    """Runs with and without the option train alike, and a killed run continues to the bit."""
     (tmp_path / "text.txt").write_text(TEXT)
     for name, options in (("after", ()), ("during", (IN_BACKWARD,))):
-        done = done_here(tmp_path, "train", *RUN, *options, f"out_dir={name}")
-        assert done.status == 0, done.error
+        result = done_here(tmp_path, "train", *RUN, *options, f"out_dir={name}")
+        assert result.status == 0, result.error
     own = (*OWN, "/timemix/run/trainer/optim_in_backward")
     assert_same_training(tmp_path / "during", tmp_path / "after", own)
     process = forked(tmp_path, *RUN, IN_BACKWARD, "out_dir=killed")
     kill_after(process, tmp_path / "killed", 12, 0.0)
-    done = done_here(tmp_path, "train", "resume=auto", "out_dir=killed", IN_BACKWARD)
-    assert done.status == 0, done.error
+    result = done_here(tmp_path, "train", "resume=auto", "out_dir=killed", IN_BACKWARD)
+    assert result.status == 0, result.error
     assert_same_training(tmp_path / "killed", tmp_path / "during")
 
 
-@pytest.mark.parametrize(("options", "named"), [
+@pytest.mark.parametrize(("options", "part"), [
     ({"optim": {"grad_clip": 1.0}}, "optim.grad_clip=0"),
     ({"optim": {"name": "muon"}}, "optim=muon"),
     ({"optim": {"name": "normuon"}}, "optim=adamw"),
@@ -158,12 +158,12 @@ def test_a_run_is_the_same_with_and_without_and_after_a_kill(tmp_path: Path) -> 
     ({"trainer": {"grad_norms": True}}, "trainer.grad_norms"),
     ({"trainer": {"graphs": True}}, "trainer.graphs"),
 ], ids=str)
-def test_what_needs_all_gradients_is_refused_by_name(options: dict[str, dict[str, Any]], named: str) -> None:
+def test_what_needs_all_gradients_is_refused_by_name(options: dict[str, dict[str, Any]], part: str) -> None:
     config = TrainConfig(optim=OptimConfig(**UNCLIPPED | options.get("optim", {})),
                          trainer=TrainerConfig(optim_in_backward=True, **options.get("trainer", {})))
     with pytest.raises(UserError) as error:
         check_new_run(config, [])
-    assert named in str(error.value)
+    assert part in str(error.value)
     assert str(error.value).startswith("trainer.optim_in_backward=true ")
 
 

@@ -1,4 +1,4 @@
-"""The plan of a run on GPUs that this machine lacks: what is measured, what follows from it, and what is assumed."""
+"""Tests the plan of a run on GPUs that this machine lacks: measured, computed and assumed numbers."""
 
 import json
 import re
@@ -34,7 +34,7 @@ ROWS = json.loads((ROOT / "benchmarks/results/training-h200.json").read_text())[
 H200 = GPUS["h200"]
 
 
-def configured(row: MeasuredStep, B: int, **trainer: Any) -> TrainConfig:
+def config_of(row: MeasuredStep, B: int, **trainer: Any) -> TrainConfig:
     return TrainConfig(model=ModelConfig(row.generation, n_layer=row.n_layer, n_embd=row.n_embd, ctx_len=row.T),
                        data=DataConfig(batch_size=B), trainer=TrainerConfig(precision=row.precision, **trainer))
 
@@ -49,28 +49,28 @@ def test_the_measured_rows_are_those_of_the_results() -> None:
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
 def test_on_the_gpu_that_was_measured_the_plan_has_the_measured_speed(row: MeasuredStep) -> None:
-    result = plan_on(configured(row, row.B), row.vocab_size, H200)
+    result = plan_on(config_of(row, row.B), row.vocab_size, H200)
     assert result.measured == row
     assert result.tokens_per_second == pytest.approx((row.tokens_per_second,) * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
 def test_the_formulas_of_memory_are_near_what_was_measured_on_a_gpu(row: MeasuredStep) -> None:
-    """The measured loop freed the gradients before the next forward pass, and a run frees them after it."""
+    """The measured loop freed the gradients before the next forward pass. A run frees the gradients after this pass."""
     stored = next(each for each in ROWS if each["kernel"] == "auto"
                   and (each["generation"], each["precision"], each["n_layer"]) == (row.generation, row.precision, row.n_layer))
-    need = estimate(configured(row, row.B), row.vocab_size, 1, round(H200.gib * GIB))
+    need = estimate(config_of(row, row.B), row.vocab_size, 1, round(H200.gib * GIB))
     measured = stored["peak_mib"] * 2 ** 20
     assert need.total - need.gradients <= 1.15 * measured
     assert need.total >= 0.95 * measured
 
 
 def test_what_devices_send() -> None:
-    base = configured(MEASURED[0], 8)
+    base = config_of(MEASURED[0], 8)
     P = n_parameters(base.model, 65536)
     ddp, fsdp = (replace(base, trainer=TrainerConfig(strategy=strategy, devices=2, precision="bf16-mixed", accumulate=3))
                  for strategy in ("ddp", "fsdp"))
-    assert exchanged_bytes(ddp, 65536, 2) == 4 * P                               # however many batches a step has
+    assert exchanged_bytes(ddp, 65536, 2) == 4 * P                               # the same for any number of batches per step
     outside = 2 * 65536 * 768
     assert exchanged_bytes(fsdp, 65536, 2) == (3 * (2 * 2 * (P - outside) + 4 * outside) + 4 * P) / 2
     assert exchanged_bytes(ddp, 65536, 1) == 0
@@ -80,7 +80,7 @@ def test_what_devices_send() -> None:
 
 
 def test_a_slower_link_and_a_slower_gpu_are_slower() -> None:
-    config = configured(MEASURED[1], 64, strategy="ddp", devices=8, num_nodes=2)
+    config = config_of(MEASURED[1], 64, strategy="ddp", devices=8, num_nodes=2)
     usual = plan_on(config, 65536, H200)
     assert usual.link_gbps == H200.between
     assert plan_on(replace(config, trainer=replace(config.trainer, num_nodes=1)), 65536, H200).link_gbps == H200.inside
@@ -93,7 +93,7 @@ def test_a_slower_link_and_a_slower_gpu_are_slower() -> None:
 
 
 def test_small_passes_wait_for_the_host() -> None:
-    config = configured(MEASURED[1], 1)
+    config = config_of(MEASURED[1], 1)
     few = plan_on(replace(config, model=replace(config.model, ctx_len=64)), 65536, H200)
     assert few.compute_s == pytest.approx(MEASURED[1].host_ms / 1000)
 
@@ -146,7 +146,7 @@ def test_a_link_is_for_a_plan() -> None:
 
 
 def test_rows_that_cannot_be_divided_are_planned_for_the_next_number_that_can() -> None:
-    config = configured(MEASURED[0], 10, strategy="ddp", devices=8, num_nodes=2)
+    config = config_of(MEASURED[0], 10, strategy="ddp", devices=8, num_nodes=2)
     whole, warning = with_whole_rows(config)
     assert whole.data.batch_size == 16
     assert warning is not None
@@ -165,7 +165,7 @@ PLANNED = ("data=text", "data.path=text.txt", "data.tokenizer=byte", "data.cache
 
 
 def plan_of(run: Run, *arguments: str) -> tuple[int, dict[str, str], str]:
-    """The exit status, the lines by their subject, and the last line."""
+    """Returns the exit status, the lines by their subject, and the last line."""
     Path("text.txt").write_text(3 * TEXT)
     status, output, error = run("train", *PLANNED, *arguments)
     assert output == ""

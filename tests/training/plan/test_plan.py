@@ -1,4 +1,4 @@
-"""The plan of a run: what it prints, its warnings and its duration."""
+"""Tests the plan of a run: what it prints, its warnings and its duration."""
 
 import json
 import os
@@ -36,15 +36,15 @@ PLANNED = ("debug=fast", "data=text", "data.val_fraction=0.1", "data.cache_dir=c
 
 @pytest.mark.programs
 def test_plan_says_what_will_happen_and_does_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is the whole process's: the program and its libraries need more than a small model does."""
+    """The plan states the memory of the whole process, because the program and libraries need more than a small model."""
     monkeypatch.setenv("GOMP_SPINCOUNT", "77")
     Path("text.txt").write_text(TEXT)
     status, output, error = run("train", *PLANNED, "data.path=text.txt", "trainer.max_tokens=1e3")
     assert (status, output) == (0, ""), error
-    for said in ("140,928 parameters, vocabulary 256", "torch_scan on cpu, precision 32-true", "GOMP_SPINCOUNT=77",
-                 "weights 0.6 MB, gradients 0.6 MB, optimiser 1.1 MB", "6.8 MB for 4 checkpoints",
-                 "8 steps of 128 tokens: 1,024 tokens, about "):
-        assert said in error
+    for expected in ("140,928 parameters, vocabulary 256", "torch_scan on cpu, precision 32-true", "GOMP_SPINCOUNT=77",
+                     "weights 0.6 MB, gradients 0.6 MB, optimiser 1.1 MB", "6.8 MB for 4 checkpoints",
+                     "8 steps of 128 tokens: 1,024 tokens, about "):
+        assert expected in error
     assert "data.val_fraction" not in error
     assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
     size, unit = re.findall(r"^memory +about ([\d,.]+) ([MG]B) for each process", error, re.MULTILINE)[0]
@@ -54,7 +54,7 @@ def test_plan_says_what_will_happen_and_does_nothing(run: Run, monkeypatch: pyte
 
 @pytest.mark.programs
 def test_validation_that_holds_most_of_the_text_is_said(run: Run) -> None:
-    """Here the first document, which is always for validation, is much longer than the others."""
+    """The first document, which is always in the validation split, is much longer than the others."""
     lines = [json.dumps({"text": text}) + "\n" for text in (TEXT * 99, *[TEXT[:999]] * 30)]
     Path("long.jsonl").write_text("".join(lines))
     status, _, error = run("train", *PLANNED, "data=jsonl", "data.path=long.jsonl")
@@ -72,7 +72,7 @@ def test_steps_are_timed_where_they_are_quick_or_asked_for(width: int, options: 
 
 @pytest.mark.programs
 def test_the_plan_tells_of_copies_marks_and_another_split(run: Run) -> None:
-    """Ten tales three times, in one text with a mark between them, and as JSON lines."""
+    """The data are ten tales, three times each: as one text with a marker between tales, and as JSON lines."""
     tales = [f"Tale {number} is of {number * number % 97} hens who sat on walls.\n" for number in range(10)]
     Path("text.txt").write_text("<|endoftext|>\n".join(3 * tales))
     Path("tales.jsonl").write_text("".join(json.dumps({"text": tale}) + "\n" for tale in 3 * tales))
@@ -103,8 +103,8 @@ def test_another_program_that_computes_is_seen() -> None:
             other.kill()
 
 
-def fresh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A Python process without environment variables for how long threads wait, those of `environment` aside."""
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python without the variables that say how long threads wait, except those in `environment`."""
     inherited = {name: value for name, value in os.environ.items() if name not in threads.SETTINGS}
     return subprocess.run([sys.executable, *arguments], env=inherited | environment, capture_output=True, text=True,
                           check=False, cwd=Path(__file__).parents[3])
@@ -116,7 +116,7 @@ def fresh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     ("-m", "rwkv.tools", "train", "kernel=fft"), marks=pytest.mark.soak)])
 def test_the_programs_set_how_long_threads_wait_before_openmp_starts(program: tuple[str, ...]) -> None:
     """libgomp prints the value that it has read. Both command lines are refused after torch is imported."""
-    assert f"GOMP_SPINCOUNT = '{threads.SPINS}'" in fresh(*program, OMP_DISPLAY_ENV="VERBOSE").stderr
+    assert f"GOMP_SPINCOUNT = '{threads.SPINS}'" in run_python(*program, OMP_DISPLAY_ENV="VERBOSE").stderr
 
 
 @pytest.mark.programs
@@ -124,40 +124,40 @@ def test_the_programs_set_how_long_threads_wait_before_openmp_starts(program: tu
 @pytest.mark.parametrize("set_by_user", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
 def test_how_long_threads_wait_is_the_users_to_say(set_by_user: dict[str, str]) -> None:
     code = "from kernels.machine import threads; threads.wait_briefly(); print(threads.settings())"
-    found = fresh("-c", code, **set_by_user).stdout
+    output = run_python("-c", code, **set_by_user).stdout
     expected = set_by_user or {"GOMP_SPINCOUNT": threads.SPINS}
-    assert found == f"{[f'{name}={value}' for name, value in expected.items()]}\n"
+    assert output == f"{[f'{name}={value}' for name, value in expected.items()]}\n"
 
 
-@pytest.mark.parametrize(("init_from", "steps", "said"), [("base.pth", 3, True), ("base.pth", 10, True),
-                                                          ("base.pth", 11, False), (None, 3, False)])
-def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: int, said: bool) -> None:
+@pytest.mark.parametrize(("init_from", "steps", "expected"), [("base.pth", 3, True), ("base.pth", 10, True),
+                                                              ("base.pth", 11, False), (None, 3, False)])
+def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: int, expected: bool) -> None:
     config = configured(1, 8, 4, 10)
     config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=10),
                      trainer=replace(config.trainer, max_steps=steps))
-    assert bool(list(this_machine._length_warnings(config, 1.0, False))) == said
+    assert bool(list(this_machine._length_warnings(config, 1.0, False))) == expected
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.001, "1 s"), (0.9, "54 s"), (1.5, "1.5 minutes"), (60, "60.0 minutes"),
-                                               (150, "2.5 hours"), (2900, "2.0 days")])
-def test_a_duration_has_a_unit_of_its_size(seconds: float, said: str) -> None:
-    assert duration.format_duration(60 * seconds) == f"about {said}"
+@pytest.mark.parametrize(("seconds", "expected"), [(0.001, "1 s"), (0.9, "54 s"), (1.5, "1.5 minutes"), (60, "60.0 minutes"),
+                                                   (150, "2.5 hours"), (2900, "2.0 days")])
+def test_a_duration_has_a_unit_of_its_size(seconds: float, expected: str) -> None:
+    assert duration.format_duration(60 * seconds) == f"about {expected}"
 
 
 def test_segments_that_are_computed_twice_take_their_time() -> None:
-    """All but the last of four go forward again, which is a third of their time."""
+    """All segments but the last of four are computed forward again, which takes a third of a segment's time."""
     configs = [configured(1, 8, 4, 10, tbptt=K) for K in (0, 1, 4)]
     assert [duration.equivalent_steps(config, 60, 0) for config in configs] == [(60, 0), (60, 0), (75, 0)]
 
 
 def test_the_estimate_leaves_nothing_behind() -> None:
-    """It draws no random numbers and changes neither gradients nor weights, so that training is the same to the bit."""
+    """The estimate draws no random numbers and changes no gradients or weights, so that training is the same to the bit."""
     config = configured(2, 16, 2, 8)
     task = LanguageModel(RWKV(config.model, 50, select("wkv4", "torch_scan")).init_weights(), OptimConfig(), 10, 1.0)
     before = {name: weight.clone() for name, weight in task.state_dict().items()}
-    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert duration.seconds_per_step(task, config, CPU, conversations=None) > 0
-    assert (torch.get_rng_state().equal(drawn[0]), random.getstate(), np.random.get_state()[1].tolist()) == (True, *drawn[1:])
+    assert (torch.get_rng_state().equal(states[0]), random.getstate(), np.random.get_state()[1].tolist()) == (True, *states[1:])
     assert all(weight.equal(before[name]) for name, weight in task.state_dict().items())
     assert all(parameter.grad is None for parameter in task.parameters())
 
@@ -180,15 +180,15 @@ def test_validation_of_a_part_or_of_more_than_a_third_of_the_time_is_a_line(val_
 
 @pytest.mark.programs
 def test_a_debug_run_validates_a_part_and_says_so(run: Run) -> None:
-    """However large the validation split: with 30,000 tokens in it, at most 512 are read at a time."""
+    """A debug run validates on 512 tokens, however large the validation split is."""
     Path("text.txt").write_text(TEXT * 10)
     status, _, error = run("train", *PLANNED[:-1], "data.path=text.txt", "data.val_fraction=0.3", "trainer.max_steps=2",
                            "trainer.val_every=1", "out_dir=run")
     assert status == 0, error
     (planned,) = [line for line in error.splitlines() if line.startswith("validation ") and " times " in line]
-    (told,) = [line for line in error.splitlines() if line.startswith("validation used")]
+    (validation_line,) = [line for line in error.splitlines() if line.startswith("validation used")]
     assert "the first 512 of " in planned
-    assert "the first 512 of " in told
+    assert "the first 512 of " in validation_line
     assert "512 tokens" in Path("run/report.html").read_text()
-    status, _, refused = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=3", "trainer.val_tokens=64")
-    assert (status, "trainer.val_tokens" in refused) == (2, True), "the losses are compared for best.ckpt"
+    status, _, resume_error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=3", "trainer.val_tokens=64")
+    assert (status, "trainer.val_tokens" in resume_error) == (2, True), "best.ckpt requires losses of the same tokens"

@@ -1,4 +1,4 @@
-"""The length of a run: trainer.max_tokens, trainer.epochs for each kind of data, defaults, also when a run is continued."""
+"""Tests the length of a new or continued run: trainer.max_tokens, trainer.epochs for each kind of data, and defaults."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ def test_the_steps_are_the_fewest_that_read_the_epochs(tmp_path_factory: pytest.
 
 @pytest.mark.programs
 def test_a_run_on_conversations_has_two_epochs_and_goes_on_with_more(tmp_path: Path) -> None:
-    """More epochs at a resume are as many steps to the bit, and a run that has read all is finished."""
+    """A run that has read all epochs is finished. A resume with more epochs equals to the bit a resume with as many steps."""
     write_data(tmp_path)
     first = done_here(tmp_path, "train", *SMALL, "out_dir=run")
     assert first.status == 0, first.error
@@ -98,14 +98,14 @@ def test_max_tokens_is_the_fewest_steps_that_read_them(tokens: float, B: int, T:
 
 def test_the_length_that_is_given_replaces_the_others() -> None:
     config = configured(1, 8, 4, 10, max_tokens=1000.0, max_steps=7, epochs=2.0)
-    found = [with_max_steps(config, [key]).trainer for key in LENGTHS]
-    assert [(each.max_steps, each.max_tokens, each.epochs) for each in found] == [(7, None, None), (25, 1000.0, None),
-                                                                                  (7, None, 2.0)]
+    trainers = [with_max_steps(config, [key]).trainer for key in LENGTHS]
+    assert [(each.max_steps, each.max_tokens, each.epochs) for each in trainers] == [(7, None, None), (25, 1000.0, None),
+                                                                                     (7, None, 2.0)]
 
 
 def test_conversations_are_read_twice_where_nothing_gives_a_length() -> None:
     chat, text = (TrainConfig(data=DataConfig(name=name)) for name in ("chat", "text"))
     assert with_default_length(chat, ["data"]).trainer.epochs == 2
     assert with_default_length(text, ["data"]).trainer.epochs is None
-    for key in LENGTHS:                  # by the user, an experiment or debug=fast
+    for key in LENGTHS:                  # the user, an experiment or debug=fast may set the key
         assert with_default_length(chat, [key]).trainer.epochs is None

@@ -1,4 +1,4 @@
-"""A run's directory is locked by one process at a time, until that process ends."""
+"""Tests that one process at a time locks a run's directory, until that process ends."""
 
 import errno
 import os
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="these tests for
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "PATIENCE", 0.2)
 
 
-def forked(do: Callable[[], object]) -> int:
-    """The number of a process that does this and ends with status 0, or 1 where that fails."""
+def fork(do: Callable[[], object]) -> int:
+    """Calls `do` in a forked process and returns the process id. The process exits with status 0, or 1 if `do` fails."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -44,22 +44,25 @@ def forked(do: Callable[[], object]) -> int:
 
 @contextmanager
 def held_by_another(folder: Path) -> Iterator[None]:
-    """By a process with a child, as for loading data. At the end it is killed, and the child is not."""
-    said, say = os.pipe()
-    mine = RunLock()
+    """Makes another process hold the lock, which has a child process, such as a data loader.
+
+    At the end the process is killed, and the lock must be free although the child is still alive.
+    """
+    read_end, write_end = os.pipe()
+    own_lock = RunLock()
 
     def hold() -> None:
         try:
-            mine.hold(folder)
-            os.write(say, f"{forked(signal.pause)}\n".encode())
+            own_lock.hold(folder)
+            os.write(write_end, f"{fork(signal.pause)}\n".encode())
         finally:
-            os.close(say)
+            os.close(write_end)
         signal.pause()
 
-    process = forked(hold)
-    os.close(say)
-    child = int(os.read(said, 20) or 0)
-    os.close(said)
+    process = fork(hold)
+    os.close(write_end)
+    child = int(os.read(read_end, 20) or 0)
+    os.close(read_end)
     try:
         assert child, "the other process could not hold the lock"
         yield
@@ -95,7 +98,7 @@ def test_one_lock_at_a_time_and_none_for_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [("resume=auto", "out_dir=mine"), ("resume=mine",),
                                        ("resume=mine/checkpoints/last.ckpt",)])
 def test_a_second_process_is_refused_before_any_work(run: Program, tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """last.ckpt is no checkpoint here: the second process ends before it reads it."""
+    """The second process ends before it reads last.ckpt, which is empty here."""
     checkpoint = tmp_path / "mine" / "checkpoints" / "last.ckpt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes(b"")
@@ -113,7 +116,7 @@ def test_of_two_new_runs_in_one_directory_the_second_stops(tmp_path: Path) -> No
 
 
 def test_a_new_run_stops_where_another_has_begun_and_ended_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both found the directory unused when they opened it."""
+    """Both runs found the directory unused when they opened it."""
     monkeypatch.chdir(tmp_path)
     config = TrainConfig(out_dir=str(tmp_path / "new"))
     first, second = open_run(config), open_run(config)
@@ -130,27 +133,27 @@ def test_runs_of_the_same_second_have_different_directories() -> None:
 
 @pytest.mark.thorough
 def test_latest_is_replaced_while_others_replace_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It points to a run at any moment, and no process fails."""
+    """The link points to a run at any moment, and no process fails."""
     monkeypatch.chdir(tmp_path)
     create(Run(Path("runs/0"), TrainConfig()), {})
-    running = [forked(partial(begin_runs, f"runs/{name}", 60)) for name in "abc"]
+    running = [fork(partial(begin_runs, f"runs/{name}", 60)) for name in "abc"]
     while running:
         assert Path("runs/latest/config.yaml").is_file()
-        ended, status = os.waitpid(running[-1], os.WNOHANG)
-        if ended:
-            running.remove(ended)
+        pid, status = os.waitpid(running[-1], os.WNOHANG)
+        if pid:
+            running.remove(pid)
             assert status == 0
 
 
-@pytest.mark.parametrize("in_the_way", ["runs/latest/mine", "runs"])
-def test_what_is_in_the_way_of_latest_is_said_and_ends_no_run(tmp_path: Path, in_the_way: str, monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("obstacle", ["runs/latest/mine", "runs"])
+def test_what_is_in_the_way_of_latest_is_said_and_ends_no_run(tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch,
                                                               capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    Path(in_the_way).parent.mkdir(parents=True, exist_ok=True)
-    Path(in_the_way).write_text("something")
+    Path(obstacle).parent.mkdir(parents=True, exist_ok=True)
+    Path(obstacle).write_text("something")
     create(Run(Path("new"), TrainConfig()), {})
     assert "out_dir=new" in capsys.readouterr().err
-    assert Path(in_the_way).read_text() == "something"
+    assert Path(obstacle).read_text() == "something"
 
 
 def begin_runs(prefix: str, count: int) -> None:
@@ -170,4 +173,4 @@ def test_where_files_cannot_be_locked_it_is_said(tmp_path: Path, error: int, mon
     assert line.startswith(f"files cannot be locked in {tmp_path} (")
     monkeypatch.undo()
     RunLock().hold(tmp_path)
-    assert not capsys.readouterr().err, "nothing is left that looks like a lock"
+    assert not capsys.readouterr().err, "no file may be left that looks like a lock"

@@ -1,4 +1,4 @@
-"""A new run takes the rates of its model's width, or with init_from= of its tune=, unless something else is said."""
+"""Tests that a new run takes the rates of its model's width or, with init_from=, of its tune=, unless others are chosen."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,8 +49,8 @@ def test_a_wide_model_keeps_what_is_chosen(optim: OptimConfig, chosen: str) -> N
 
 @pytest.mark.parametrize("method", TUNING_DEFAULTS)
 def test_what_is_chosen_stays_and_a_chosen_rate_has_its_own_last_rate(method: str) -> None:
-    asked = TrainConfig(tune=TuneConfig(method=method), init_from="FILE", optim=OptimConfig(lr=7e-3, warmup_steps=0))
-    optim = with_default_rates(asked, {"optim.lr", "optim.warmup_steps"})[0].optim
+    request = TrainConfig(tune=TuneConfig(method=method), init_from="FILE", optim=OptimConfig(lr=7e-3, warmup_steps=0))
+    optim = with_default_rates(request, {"optim.lr", "optim.warmup_steps"})[0].optim
     assert (optim.lr, optim.warmup_steps, optim.min_lr) == (7e-3, 0, None)
     assert optim.schedule == TUNING_DEFAULTS[method]["schedule"]
 
@@ -63,14 +63,14 @@ def test_an_experiments_and_a_debug_runs_options_stay() -> None:
 
 @pytest.mark.parametrize("method", TUNING_DEFAULTS)
 def test_a_run_begun_before_keeps_its_rate_and_length(base: str, tmp_path: Path, method: str) -> None:
-    """Its config.yaml has no epochs, and training's learning rate; the same command line continues it."""
+    """The old config.yaml has no epochs, and the learning rate of training. The same command line continues the run."""
     before = as_plain(TrainConfig(tune=TuneConfig(method=method), init_from=base))
     before["data"]["name"] = "chat"
     del before["trainer"]["epochs"]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(before), encoding="utf-8")
-    asked = TrainConfig(tune=TuneConfig(method=method), resume="auto", out_dir=str(tmp_path / "run"))
-    asked = replace(asked, data=replace(asked.data, name="chat"))
-    config = open_run(asked, ["tune", "data", "out_dir", "resume"], ["tune.method", "data.name"]).config
+    request = TrainConfig(tune=TuneConfig(method=method), resume="auto", out_dir=str(tmp_path / "run"))
+    request = replace(request, data=replace(request.data, name="chat"))
+    config = open_run(request, ["tune", "data", "out_dir", "resume"], ["tune.method", "data.name"]).config
     assert config.optim == OptimConfig()
     assert (config.trainer.max_steps, config.trainer.epochs) == (before["trainer"]["max_steps"], None)

@@ -1,4 +1,4 @@
-"""The steps by which a run chooses options: their order, the stage of each, and those that a resumed run takes again."""
+"""Tests the steps by which a run chooses options: their order, their stages, and which of them a resumed run repeats."""
 
 from dataclasses import replace
 from pathlib import Path

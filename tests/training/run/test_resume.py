@@ -1,4 +1,4 @@
-"""A run that is killed resumes bit-exactly; a damaged checkpoint or a full disk costs no earlier checkpoint."""
+"""Tests that a killed run resumes bit-exactly, and that a damaged checkpoint or a full disk costs no earlier checkpoint."""
 
 import contextlib
 import itertools
@@ -45,31 +45,31 @@ from rwkv.training.run.opening import open_run
 from rwkv.training.task import LanguageModel
 
 STEPS = 70
-COUNTED_BY_LIGHTNING = "/loops/fit_loop/epoch_loop.state_dict/_batches_that_stepped"     # for loggers, which get our own steps
+COUNTED_BY_LIGHTNING = "/loops/fit_loop/epoch_loop.state_dict/_batches_that_stepped"     # timemix gives loggers its own steps
 RUN = (*SMALL, "logger=csv", "kernel=auto", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
        "data.num_workers=2", f"trainer.max_steps={STEPS}", "trainer.val_every=20", "trainer.checkpoint_every=10")
 SHORT = (*SMALL, "logger=csv", "kernel=torch_scan", "model.n_layer=1", "model.ctx_len=16", "trainer.accumulate=2",
          "optim.min_lr=1e-3", "trainer.max_steps=2", "trainer.sample_every=0", "trainer.sample_tokens=0")
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> Path:
-    """The uninterrupted run: two data workers, two batches a step, over two epochs."""
-    done = done_here(folder, "train", *RUN, "out_dir=whole")
-    assert done.status == 0, done.error
+    """Returns the directory of an uninterrupted run over two epochs, with two data workers and two batches a step."""
+    result = done_here(folder, "train", *RUN, "out_dir=whole")
+    assert result.status == 0, result.error
     return folder / "whole"
 
 
 @pytest.mark.programs
 def test_a_run_that_was_killed_is_the_run_that_was_not(folder: Path, whole: Path) -> None:
     kill_after(forked(folder, *RUN, "out_dir=killed"), folder / "killed", STEPS // 3, 0.1)
-    done = done_here(folder, "train", "resume=auto", "out_dir=killed")
-    assert done.status == 0, done.error
-    assert "continued from" in done.error
+    result = done_here(folder, "train", "resume=auto", "out_dir=killed")
+    assert result.status == 0, result.error
+    assert "continued from" in result.error
     assert_same_training(folder / "killed", whole)
 
 
 @pytest.mark.programs
 def test_a_run_killed_before_its_first_checkpoint_begins_again(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """It restarts with its own configuration, without options on the command line."""
+    """The run restarts with its saved configuration and the options of the command line."""
     shutil.copy(whole / "config.yaml", tmp_path)
     run = open_run(TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(max_steps=7)), ["trainer.max_steps"])
     assert (run.out_dir, run.resume_from, run.resume_step) == (tmp_path, None, None)
@@ -81,7 +81,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(folder: Path, who
 
 
 def begin(run: Run, *options: str) -> None:
-    """Two steps of two accumulated batches, in ./run."""
+    """Trains two steps of two accumulated batches each, in ./run."""
     Path("text.txt").write_text(TEXT, encoding="utf-8")
     status, _, error = run("train", *SHORT, *options, "out_dir=run")
     assert status == 0, error
@@ -92,11 +92,11 @@ def begin(run: Run, *options: str) -> None:
     (), ("trainer.accumulate=1", "trainer.val_every=2", "data.num_workers=2"), ("trainer.tbptt=2",),
     ("trainer.accumulate=1", "trainer.overfit_batches=3"), ("trainer.val_every=3",)], ids=lambda options: " ".join(options))
 def test_a_run_that_is_lengthened_is_the_longer_run(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
-    """Validation after each second or third step, so also where the shorter run ends, and where it does not."""
+    """Validation comes after each second or third step: where the shorter run ends in some cases, elsewhere in others."""
     arguments = (*SHORT, "optim.schedule=constant", "trainer.val_every=2", *options)
     for name, steps, more in (("long", 4, ()), ("short", 2, ()), ("short", 4, ("resume=auto",))):
-        done = done_here(folder, "train", *arguments, f"trainer.max_steps={steps}", f"out_dir={tmp_path / name}", *more)
-        assert done.status == 0, done.error
+        result = done_here(folder, "train", *arguments, f"trainer.max_steps={steps}", f"out_dir={tmp_path / name}", *more)
+        assert result.status == 0, result.error
     long, short = (content(tmp_path / name / "checkpoints/last.ckpt") for name in ("long", "short"))
     different = {key for key in long if key not in OWN and not same(long[key], short[key])}
     assert different <= ({COUNTED_BY_LIGHTNING} if options == ("trainer.val_every=3",) else set())
@@ -104,50 +104,50 @@ def test_a_run_that_is_lengthened_is_the_longer_run(folder: Path, tmp_path: Path
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("begun", "options"), [
+@pytest.mark.parametrize(("optimiser", "options"), [
     ("adamw", {"lr": 1e-2, "min_lr": 1e-3, "schedule": "linear", "warmup_steps": 1, "betas": (0.5, 0.75), "eps": 1e-3}),
     ("muon", {"lr": 1e-2, "eps": 1e-3, "matrix_lr": 0.1, "matrix_momentum": 0.5}),
 ])
-def test_options_of_the_optimiser_count_from_the_next_step_on(run: Run, begun: str, options: dict[str, Any]) -> None:
-    begin(run, f"optim={begun}")
-    given = [f"optim.{name}={list(value) if isinstance(value, tuple) else value}" for name, value in options.items()]
-    status, _, error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", *given)
+def test_options_of_the_optimiser_count_from_the_next_step_on(run: Run, optimiser: str, options: dict[str, Any]) -> None:
+    begin(run, f"optim={optimiser}")
+    arguments = [f"optim.{name}={list(value) if isinstance(value, tuple) else value}" for name, value in options.items()]
+    status, _, error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", *arguments)
     assert status == 0, error
-    optim = OptimConfig(begun, **options)
+    optim = OptimConfig(optimiser, **options)
     expected = parameter_groups(RWKV(ModelConfig(n_layer=1, n_embd=32, ctx_len=16), 256, select("wkv4", "torch_scan")), optim)
     factor = lr_factor(optim, 4)
     logged = losses(Path("run"), "lr")
     assert [logged[3], logged[4]] == [expected[0]["lr"] * factor(2), expected[0]["lr"] * factor(3)]
     content = torch.load("run/checkpoints/last.ckpt", weights_only=True)
-    for group, configured in zip(content["optimizer_states"][0]["param_groups"], expected, strict=True):
-        assert group["initial_lr"] == configured["lr"]
-        assert group["lr"] == configured["lr"] * factor(4)
-        for name in configured.keys() & {"betas", "eps", "weight_decay", "momentum", "iterations"}:
-            assert group[name] == pytest.approx(configured[name])
+    for group, settings in zip(content["optimizer_states"][0]["param_groups"], expected, strict=True):
+        assert group["initial_lr"] == settings["lr"]
+        assert group["lr"] == settings["lr"] * factor(4)
+        for name in settings.keys() & {"betas", "eps", "weight_decay", "momentum", "iterations"}:
+            assert group[name] == pytest.approx(settings[name])
 
 
 @pytest.fixture(scope="module")
-def muons(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run by Muon that was begun, and in which nothing may change."""
+def muon_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a run of two steps by Muon, which no test may change."""
     folder = tmp_path_factory.mktemp("muons")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    done = done_here(folder, "train", *SHORT, "optim=muon", "out_dir=run")
-    assert done.status == 0, done.error
+    result = done_here(folder, "train", *SHORT, "optim=muon", "out_dir=run")
+    assert result.status == 0, result.error
     return folder
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("argument", "named"), [
+@pytest.mark.parametrize(("argument", "part"), [
     ("optim=adamw", "optim.name"), ("optim.weight_decay=0.1", "optim.weight_decay"),
     ("optim.time_mix_lr_scale=2", "optim.time_mix_lr_scale"), ("trainer.accumulate=1", "trainer.accumulate"),
     ("experiment=rwkv4_original", "optim.name"), ("optim.lr=5e-4", "optim.min_lr"),
 ])
-def test_what_would_make_it_another_run_is_refused_and_nothing_written(run: Run, muons: Path, argument: str, named: str,
+def test_what_would_make_it_another_run_is_refused_and_nothing_written(run: Run, muon_folder: Path, argument: str, part: str,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(muons)
-    before = {path: path.stat().st_mtime_ns for path in muons.rglob("*")}
-    one_sentence(run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", argument), named)
-    assert before == {path: path.stat().st_mtime_ns for path in muons.rglob("*")}
+    monkeypatch.chdir(muon_folder)
+    before = {path: path.stat().st_mtime_ns for path in muon_folder.rglob("*")}
+    one_sentence(run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", argument), part)
+    assert before == {path: path.stat().st_mtime_ns for path in muon_folder.rglob("*")}
 
 
 def test_a_group_counts_where_it_is_what_the_defaults_are(tmp_path: Path) -> None:
@@ -164,16 +164,16 @@ def test_precision_auto_keeps_the_precision_of_the_run(tmp_path: Path, precision
                                                        chosen: list[str]) -> None:
     before = TrainConfig(trainer=TrainerConfig(precision=precision))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)), encoding="utf-8")
-    asked = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(accelerator="cpu", precision="auto"))
-    assert open_run(asked, given, chosen).config.trainer.precision == precision
+    request = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(accelerator="cpu", precision="auto"))
+    assert open_run(request, given, chosen).config.trainer.precision == precision
 
 
 @pytest.mark.parametrize("option", ["trainer.newer_option", "newer_group.option"])
 def test_an_option_of_a_newer_version_is_named(tmp_path: Path, option: str) -> None:
     group, name = option.split(".")
-    saved = as_plain(TrainConfig())
-    saved.setdefault(group, {})[name] = 3
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved), encoding="utf-8")
+    plain = as_plain(TrainConfig())
+    plain.setdefault(group, {})[name] = 3
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain), encoding="utf-8")
     with pytest.raises(UserError):
         open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], [])
 
@@ -182,7 +182,7 @@ def test_an_option_of_a_newer_version_is_named(tmp_path: Path, option: str) -> N
                                      b"seed: 2020-13-45\n",
                                      yaml.safe_dump(as_plain(TrainConfig()) | {"model": "small"}).encode()])
 def test_a_damaged_configuration_is_named(tmp_path: Path, damaged: bytes) -> None:
-    """Of a run that has no checkpoint, which holds the configuration too."""
+    """The run has no checkpoint, which would also contain the configuration."""
     (tmp_path / "config.yaml").write_bytes(damaged)
     with pytest.raises(UserError, match=r"config\.yaml"):
         open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], [])
@@ -198,21 +198,21 @@ def test_a_configuration_of_an_earlier_version_may_lack_groups(tmp_path: Path) -
 def test_steps_given_stand_in_the_place_of_an_experiments_tokens(tmp_path: Path) -> None:
     before = TrainConfig(trainer=TrainerConfig(max_steps=7))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)), encoding="utf-8")
-    asked = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(max_steps=9, max_tokens=1e5))
-    trainer = open_run(asked, ["experiment", "trainer.max_steps"], ["trainer.max_tokens"]).config.trainer
+    request = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(max_steps=9, max_tokens=1e5))
+    trainer = open_run(request, ["experiment", "trainer.max_steps"], ["trainer.max_tokens"]).config.trainer
     assert (trainer.max_steps, trainer.max_tokens) == (9, None)
 
 
 @pytest.mark.programs
 def test_ctrl_c_in_the_last_validation_leaves_a_run_that_can_be_finished(run: Run, tmp_path: Path,
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last val/loss, best.ckpt, sample, report and mark are those of a run that was not stopped; twice is no worse."""
+    """After two stops, the last val/loss, best.ckpt, sample, report and mark are those of a run that was not stopped."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     options = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=5",
                "trainer.val_every=3", "trainer.checkpoint_every=2", "data.num_workers=0")
     whole = run("train", *options, "out_dir=whole")
     with monkeypatch.context() as patch:
-        patch.setattr(LanguageModel, "validation_step", asking_to_stop(LanguageModel.validation_step, step=5))
+        patch.setattr(LanguageModel, "validation_step", with_interrupt(LanguageModel.validation_step, step=5))
         stopped = run("train", *options, "out_dir=stopped")
         again = run("train", "resume=auto", "out_dir=stopped")
     assert (whole[0], stopped[0], again[0]) == (0, 130, 130), stopped[2] + again[2]
@@ -221,20 +221,20 @@ def test_ctrl_c_in_the_last_validation_leaves_a_run_that_can_be_finished(run: Ru
     assert resumed[0] == 0, resumed[2]
     assert_same_training(Path("stopped"), Path("whole"))
     assert list(losses(Path("stopped"), "val/loss")) == [3, 5]
-    assert resumed[1] == whole[1], "the last sample"
+    assert resumed[1] == whole[1], "the last sample must be the same"
     assert is_finished(Path("stopped"))
     assert Path("stopped/report.html").is_file()
     one_sentence(run("train", "resume=auto", "out_dir=stopped"), "trainer.max_steps")
 
 
-def asking_to_stop(validation_step: Callable[..., None], step: int) -> Callable[..., None]:
-    """Sends this process a Ctrl-C in the validation after that step."""
-    def asked(task: LanguageModel, batch: Any, batch_idx: int) -> None:
+def with_interrupt(validation_step: Callable[..., None], step: int) -> Callable[..., None]:
+    """Returns a validation_step that sends this process a Ctrl-C in the validation after the given step."""
+    def interrupting_step(task: LanguageModel, batch: Any, batch_idx: int) -> None:
         if task.trainer.global_step == step and batch_idx == 0:
             os.kill(os.getpid(), signal.SIGINT)
         validation_step(task, batch, batch_idx)
 
-    return asked
+    return interrupting_step
 
 
 # Damage and full disks
@@ -255,7 +255,7 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(whole: Pat
 
 @pytest.mark.programs
 def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(whole: Path, tmp_path: Path) -> None:
-    """However often it is asked to go on: a new beginning would write over its best.ckpt, which may be sound."""
+    """A new beginning would overwrite best.ckpt, which may be sound. Repeated attempts to continue are refused, too."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     for name in ("last.ckpt", "last-1.ckpt"):
         damage(tmp_path / "checkpoints" / name)
@@ -268,14 +268,15 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(whole: Path,
 
 @pytest.mark.programs
 def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk: as there, a write fails in the middle of a checkpoint."""
+    """A limit on the size of files imitates a full disk: a write fails in the middle of a checkpoint."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
     limit = len(before["last.ckpt"]) // 2
-    done = finish(forked(folder, "resume=auto", f"out_dir={tmp_path}", f"trainer.max_steps={STEPS + 30}", largest=limit))
-    assert done.status == 2
-    assert done.error.splitlines()[-1].startswith(f"error: the checkpoint {tmp_path}/checkpoints/last.ckpt cannot be written: ")
-    assert "then continue with resume=auto" in done.error
+    result = finish(forked(folder, "resume=auto", f"out_dir={tmp_path}", f"trainer.max_steps={STEPS + 30}", largest=limit))
+    assert result.status == 2
+    last = result.error.splitlines()[-1]
+    assert last.startswith(f"error: the checkpoint {tmp_path}/checkpoints/last.ckpt cannot be written: ")
+    assert "then continue with resume=auto" in result.error
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
 
 
@@ -283,10 +284,10 @@ def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole
 def test_a_disk_that_is_full_at_a_row_of_metrics_says_which_file_and_how_to_continue(folder: Path, tmp_path: Path) -> None:
     options = (*SHORT, "trainer.log_every=1", "trainer.max_steps=300", "trainer.checkpoint_every=300", "trainer.val_every=300",
                f"out_dir={tmp_path / 'full'}")
-    assert done_here(folder, "train", *options, "plan=true").status == 0                # it tokenises the text
-    done = finish(forked(folder, *options, largest=12_000))
-    assert done.status == 2, done.error
-    last = done.error.splitlines()[-1]
+    assert done_here(folder, "train", *options, "plan=true").status == 0                # the plan tokenises the text
+    result = finish(forked(folder, *options, largest=12_000))
+    assert result.status == 2, result.error
+    last = result.error.splitlines()[-1]
     assert last.startswith("error: training stopped at step ")
     assert str(tmp_path / "full" / "metrics.csv") in last
     assert "resume=auto" in last
@@ -308,41 +309,41 @@ def test_a_run_whose_data_have_moved_continues_with_the_same_data_alone(run: Run
     assert set(losses(Path("run"))) == {1, 2, 3} or 3 in losses(Path("run"))
 
 
-def killed_while_renaming(run: Path, keep: int, saved: int, cut: int) -> Path:
-    """After `saved` checkpoints one more is written, and the renaming stops after `cut` of its steps."""
-    for number in range(saved):
+def kill_while_renaming(run: Path, keep: int, n_saved: int, cut: int) -> Path:
+    """Writes one more checkpoint after `n_saved` others, stops the renaming after `cut` of its steps, and returns `run`."""
+    for number in range(n_saved):
         write(run, number)
         rotate_checkpoints(run, keep)
-    write(run, saved)
-    with killed_after(cut, "replace"), contextlib.suppress(KeyboardInterrupt):
+    write(run, n_saved)
+    with stop_after(cut, "replace"), contextlib.suppress(KeyboardInterrupt):
         rotate_checkpoints(run, keep)
     return run
 
 
-@given(keep=st.integers(1, 4), saved=st.integers(0, 6), cut=st.integers(0, 9))
+@given(keep=st.integers(1, 4), n_saved=st.integers(0, 6), cut=st.integers(0, 9))
 def test_a_kill_while_checkpoints_are_renamed_loses_none_of_the_newest(tmp_path_factory: pytest.TempPathFactory, keep: int,
-                                                                       saved: int, cut: int) -> None:
-    run = killed_while_renaming(tmp_path_factory.mktemp("run"), keep, saved, cut)
+                                                                       n_saved: int, cut: int) -> None:
+    run = kill_while_renaming(tmp_path_factory.mktemp("run"), keep, n_saved, cut)
     rotate_checkpoints(run, keep)
     names = ["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))]
-    kept = [int((run / "checkpoints" / name).read_text()) for name in names if (run / "checkpoints" / name).is_file()]
-    assert kept[0] == saved
-    assert kept == sorted(kept, reverse=True)
-    assert len(kept) == min(keep, saved + 1)
+    numbers = [int((run / "checkpoints" / name).read_text()) for name in names if (run / "checkpoints" / name).is_file()]
+    assert numbers[0] == n_saved
+    assert numbers == sorted(numbers, reverse=True)
+    assert len(numbers) == min(keep, n_saved + 1)
     assert not (run / "checkpoints" / "next.ckpt").exists()
 
 
-@given(keep=st.integers(1, 4), saved=st.integers(0, 6), cut=st.integers(0, 9))
+@given(keep=st.integers(1, 4), n_saved=st.integers(0, 6), cut=st.integers(0, 9))
 def test_a_resume_after_such_a_kill_loses_none_whatever_keep_last_is(tmp_path_factory: pytest.TempPathFactory, keep: int,
-                                                                     saved: int, cut: int) -> None:
-    """It does not know keep_last yet; the next checkpoint that is saved does."""
-    run = killed_while_renaming(tmp_path_factory.mktemp("run"), keep, saved, cut)
+                                                                     n_saved: int, cut: int) -> None:
+    """The resume does not know keep_last yet. Saving the next checkpoint applies keep_last."""
+    run = kill_while_renaming(tmp_path_factory.mktemp("run"), keep, n_saved, cut)
     rotate_checkpoints(run)
-    assert set(range(saved + 1)[-keep:]) <= {int(path.read_text()) for path in (run / "checkpoints").iterdir()}
-    write(run, saved + 1)
+    assert set(range(n_saved + 1)[-keep:]) <= {int(path.read_text()) for path in (run / "checkpoints").iterdir()}
+    write(run, n_saved + 1)
     rotate_checkpoints(run, keep)
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert names == sorted(["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))][:saved + 2])
+    assert names == sorted(["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))][:n_saved + 2])
 
 
 def test_a_checkpoint_that_a_user_named_stays(tmp_path: Path) -> None:
@@ -362,7 +363,7 @@ def test_what_a_killed_write_leaves_is_removed(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_read_again_is_not_kept(tmp_path: Path) -> None:
-    """An object in a checkpoint would be code to execute."""
+    """A checkpoint must contain no other objects, because reading these would execute code."""
     path = tmp_path / "checkpoints" / "next.ckpt"
     VerifiedFiles().save_checkpoint({"weights": torch.zeros(3)}, path)
     before = path.read_bytes()
@@ -375,16 +376,16 @@ def test_what_could_not_be_read_again_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_random_numbers_go_on(tmp_path: Path) -> None:
-    def drawn() -> list[Any]:
+    def draw() -> list[Any]:
         return [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist(), random.gauss(), np.random.randn()]
 
-    drawn()
+    draw()
     torch.save(RandomState(0).state_dict(), tmp_path / "state")
-    expected = drawn()
+    expected = draw()
     callback = RandomState(0)
     callback.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     callback.on_train_start(cast(Any, None))          # only a process that joins asks the trainer
-    assert drawn() == expected
+    assert draw() == expected
 
 
 def write(run: Path, number: int) -> None:
@@ -393,14 +394,14 @@ def write(run: Path, number: int) -> None:
 
 
 @contextlib.contextmanager
-def killed_after(steps: int, method: str) -> Iterator[None]:
+def stop_after(steps: int, method: str) -> Iterator[None]:
     original, count = getattr(Path, method), itertools.count()
 
-    def counted(*args: Any) -> Any:
+    def count_and_stop(*args: Any) -> Any:
         if next(count) >= steps:
             raise KeyboardInterrupt
         return original(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, method, counted)
+        patch.setattr(Path, method, count_and_stop)
         yield

@@ -1,4 +1,4 @@
-"""make soak: runs of both generations killed twenty times, and one of two processes five times, end as if never killed."""
+"""Tests that runs which are killed up to twenty times end as if they were never killed (make soak)."""
 
 from pathlib import Path
 
@@ -18,11 +18,11 @@ TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
     ("loaders", ("data.num_workers=2", "trainer.accumulate=2", "trainer.precision=bf16-mixed"), 5, 400, 8),
     ("rwkv7", ("model.generation=rwkv7", "model.head_size=8", "trainer.tbptt=2", "trainer.precision=bf16-mixed"), KILLS, STEPS,
      11),
-    ("two processes", TWO, 5, 400, 9),           # their launcher is killed: they notice
+    ("two processes", TWO, 5, 400, 9),           # the launcher is killed, and both must notice
 ])
 def test_kills_of_a_run(folder: Path, name: str, options: tuple[str, ...], kills: int, steps: int, seed: int) -> None:
     arguments = (*RUN, *options, f"trainer.max_steps={steps}")
     assert finish(start(folder, "train", *arguments, f"out_dir=whole {name}")).status == 0
-    done = killed_and_continued(folder, arguments, f"killed {name}", kills, steps, seed)
-    assert done.status == 0, done.error
+    result = killed_and_continued(folder, arguments, f"killed {name}", kills, steps, seed)
+    assert result.status == 0, result.error
     assert_same_training(folder / f"killed {name}", folder / f"whole {name}")

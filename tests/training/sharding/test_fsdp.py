@@ -1,4 +1,4 @@
-"""trainer=fsdp: the losses of one process, whatever is trained; checkpoints that any number of processes continues."""
+"""Tests trainer=fsdp: losses are those of one process, and any number of processes continues from a checkpoint."""
 
 import json
 import os
@@ -72,8 +72,8 @@ TWO = ("trainer=fsdp", "trainer.devices=2", *CPU)
 Case = tuple[str, ...]
 
 
-def work(folder: Path, cases: list[Case]) -> None:
-    """One of several processes, which train these runs in sequence."""
+def train_cases(folder: Path, cases: list[Case]) -> None:
+    """Trains these runs in sequence, as one of several processes."""
     os.chdir(folder)
     Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
@@ -84,14 +84,14 @@ def work(folder: Path, cases: list[Case]) -> None:
             fit.train(processes.broadcast_from_rank0(lambda: open_run(config, line.keys, line.chosen)))      # noqa: B023
 
 
-def in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
+def run_in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
     preloaded()
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
                           rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", start_method=METHOD)
     elastic_launch(config, function)(*arguments)
 
 
-def tuning_files(folder: Path) -> None:
+def write_tuning_files(folder: Path) -> None:
     for generation in ("rwkv4", "rwkv7"):
         byte_model(folder / f"base{generation[-1]}.safetensors", generation)
     pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
@@ -102,19 +102,19 @@ def tuning_files(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Path:
-    """The folder with a run of each case by one process, as NAME-one, and by two, as NAME-two."""
-    tuning_files(folder)
+    """Returns a folder with two runs of each case: NAME-one by one process, and NAME-two by two."""
+    write_tuning_files(folder)
     for name, case in CASES.items():
-        done = done_here(folder, "train", *case, *CPU, f"out_dir={name}-one")
-        assert done.status == 0, done.error
-    in_processes(2, work, folder, [(*case, *TWO, f"out_dir={name}-two") for name, case in CASES.items()])
+        result = done_here(folder, "train", *case, *CPU, f"out_dir={name}-one")
+        assert result.status == 0, result.error
+    run_in_processes(2, train_cases, folder, [(*case, *TWO, f"out_dir={name}-two") for name, case in CASES.items()])
     return folder
 
 
 @pytest.mark.programs
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_have_the_losses_and_norms_of_one(runs: Path, name: str) -> None:
-    """The rounding of products in half precision, and so of Muon's, depends on the order of sums."""
+    """The order of sums changes the rounding of products in half precision, which Muon uses, too."""
     tolerance = 2e-2 if name == "half" else 5e-3 if name == "rwkv7" else 1e-4
     for metric in ("train/loss", "val/loss"):
         one, two = losses(runs / f"{name}-one", metric), losses(runs / f"{name}-two", metric)
@@ -126,8 +126,8 @@ def test_two_processes_have_the_losses_and_norms_of_one(runs: Path, name: str) -
 # Checkpoints
 
 
-def cut(runs: Path, run: str, name: str) -> None:
-    """A copy of a run as it was when only its checkpoint of step 10 was complete."""
+def copy_at_step_10(runs: Path, run: str, name: str) -> None:
+    """Copies a run as it was when only the checkpoint of step 10 was complete."""
     shutil.copytree(runs / run, runs / name)
     checkpoints = runs / name / "checkpoints"
     remove(checkpoints / "last.ckpt")
@@ -136,39 +136,40 @@ def cut(runs: Path, run: str, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def continued(runs: Path) -> Path:
-    """The folder with runs of the case rwkv7 that were continued at step 10: two-two, one-two and two-one, by their numbers of
-    processes.
+def continued_runs(runs: Path) -> Path:
+    """Returns the folder, with runs of the case rwkv7 that were continued at step 10.
+
+    A name such as one-two gives the number of processes before and after step 10.
     """
     for name in ("two-two", "one-two", "two-one"):
-        cut(runs, f"rwkv7-{name.partition('-')[0]}", name)
-    in_processes(2, work, runs, [(f"out_dir={name}", "resume=auto", "trainer=fsdp", "trainer.devices=2")
-                                 for name in ("two-two", "one-two")])
-    done = done_here(runs, "train", "out_dir=two-one", "resume=auto", "trainer.strategy=single", "trainer.devices=1")
-    assert done.status == 0, done.error
+        copy_at_step_10(runs, f"rwkv7-{name.partition('-')[0]}", name)
+    run_in_processes(2, train_cases, runs, [(f"out_dir={name}", "resume=auto", "trainer=fsdp", "trainer.devices=2")
+                                            for name in ("two-two", "one-two")])
+    result = done_here(runs, "train", "out_dir=two-one", "resume=auto", "trainer.strategy=single", "trainer.devices=1")
+    assert result.status == 0, result.error
     return runs
 
 
 @pytest.mark.programs
-def test_the_same_number_of_processes_continues_to_the_bit(continued: Path) -> None:
-    assert_same_training(continued / "two-two", continued / "rwkv7-two")
+def test_the_same_number_of_processes_continues_to_the_bit(continued_runs: Path) -> None:
+    assert_same_training(continued_runs / "two-two", continued_runs / "rwkv7-two")
 
 
 @pytest.mark.programs
 @pytest.mark.parametrize("name", ["one-two", "two-one"])
-def test_another_number_of_processes_continues_the_run(continued: Path, name: str) -> None:
-    """Its losses depend on the order of sums."""
+def test_another_number_of_processes_continues_the_run(continued_runs: Path, name: str) -> None:
+    """The order of sums changes the losses a little."""
     for metric in ("train/loss", "val/loss"):
-        assert losses(continued / name, metric) == pytest.approx(losses(continued / "rwkv7-two", metric), abs=5e-3)
+        assert losses(continued_runs / name, metric) == pytest.approx(losses(continued_runs / "rwkv7-two", metric), abs=5e-3)
     after = name.partition("-")[2]
-    saved, expected = (content(continued / run / "checkpoints/last.ckpt") for run in (name, f"rwkv7-{after}"))
-    assert {key: getattr(value, "shape", None) for key, value in saved.items()} == {
+    actual, expected = (content(continued_runs / run / "checkpoints/last.ckpt") for run in (name, f"rwkv7-{after}"))
+    assert {key: getattr(value, "shape", None) for key, value in actual.items()} == {
         key: getattr(value, "shape", None) for key, value in expected.items()}
 
 
 @pytest.mark.programs
 def test_shards_are_a_checkpoint_like_any_other(runs: Path) -> None:
-    """For generate.py, timemix convert, resume=PATH and init_from=."""
+    """generate.py, timemix convert and read_checkpoint read the shards."""
     path = runs / "rwkv4-two" / "checkpoints" / "best.ckpt"
     sharded, whole = (read_checkpoint(runs / f"rwkv4-{name}" / "checkpoints" / "best.ckpt") for name in ("two", "one"))
     assert (sharded.step, sharded.vocab_size, sharded.tokenizer) == (whole.step, whole.vocab_size, whole.tokenizer)
@@ -177,9 +178,9 @@ def test_shards_are_a_checkpoint_like_any_other(runs: Path) -> None:
     convert(path, runs / "best.safetensors")
     assert same_tensors(read_checkpoint(runs / "best.safetensors").weights, sharded.weights)
     for name in (path, runs / "rwkv4-two"):
-        done = done_here(runs, "generate", f"checkpoint={name}", "prompt=line", "max_new_tokens=3")
-        assert done.status == 0, done.error
-        assert done.output.strip()
+        result = done_here(runs, "generate", f"checkpoint={name}", "prompt=line", "max_new_tokens=3")
+        assert result.status == 0, result.error
+        assert result.output.strip()
 
 
 @pytest.mark.programs
@@ -202,9 +203,9 @@ def test_a_damaged_shard_is_noticed_and_the_checkpoint_before_it_taken(runs: Pat
     damage(shard)
     with pytest.raises(CheckpointError, match=shard.name):
         read_checkpoint(last)
-    found = newest_sound_checkpoint(tmp_path / "run")
-    assert found is not None
-    assert found.step == 10
+    checkpoint = newest_sound_checkpoint(tmp_path / "run")
+    assert checkpoint is not None
+    assert checkpoint.step == 10
     assert "damaged.ckpt" in capsys.readouterr().err
     shard = next((last.parent / "last-1.ckpt").glob("*.safetensors"))
     shard.unlink()
@@ -215,7 +216,7 @@ def test_a_damaged_shard_is_noticed_and_the_checkpoint_before_it_taken(runs: Pat
         read_checkpoint(last.parent / "best.ckpt")
 
 
-def folder_of(path: Path, text: str, complete: bool = True) -> None:
+def write_shard_folder(path: Path, text: str, complete: bool = True) -> None:
     path.mkdir(parents=True)
     (path / "shard.safetensors").write_text(text)
     if complete:
@@ -223,10 +224,10 @@ def folder_of(path: Path, text: str, complete: bool = True) -> None:
 
 
 @pytest.mark.parametrize(("left", "expected"), [
-    ({".next.ckpt.20": False, "last.ckpt": True}, {"last.ckpt": "last.ckpt"}),           # killed while it was written
+    ({".next.ckpt.20": False, "last.ckpt": True}, {"last.ckpt": "last.ckpt"}),           # killed during the write
     ({".next.ckpt.20": True, "last.ckpt": True}, {"last.ckpt": ".next.ckpt.20", "last-1.ckpt": "last.ckpt"}),
     ({"next.ckpt": True, "last.ckpt": True}, {"last.ckpt": "next.ckpt", "last-1.ckpt": "last.ckpt"}),
-    ({".best.ckpt.20": True, ".best.ckpt.old": True}, {"best.ckpt": ".best.ckpt.20"}),   # between two renamings
+    ({".best.ckpt.20": True, ".best.ckpt.old": True}, {"best.ckpt": ".best.ckpt.20"}),   # killed between two renamings
     ({".best.ckpt.old": True}, {"best.ckpt": ".best.ckpt.old"}),
     ({"best.ckpt": True, ".best.ckpt.old": True}, {"best.ckpt": "best.ckpt"}),
     ({".last-2.ckpt.deleted": True, "last.ckpt": True}, {"last.ckpt": "last.ckpt"}),
@@ -235,7 +236,7 @@ def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path: Path
                                                                   expected: dict[str, str]) -> None:
     checkpoints = tmp_path / "checkpoints"
     for name, complete in left.items():
-        folder_of(checkpoints / name, name, complete)
+        write_shard_folder(checkpoints / name, name, complete)
     rotate_checkpoints(tmp_path)
     assert {path.name: (path / "shard.safetensors").read_text() for path in checkpoints.iterdir()} == expected
 
@@ -267,13 +268,13 @@ FOUR = ("trainer.devices=4", *CPU)
 
 @pytest.fixture(scope="module")
 def matrix(folder: Path) -> Path:
-    """The folder with a run of each case as NAME-single, NAME-ddp and NAME-fsdp, the last two by four processes."""
-    tuning_files(folder)
+    """Returns a folder with runs of each case: NAME-single by one process, NAME-ddp and NAME-fsdp by four."""
+    write_tuning_files(folder)
     for name, case in MATRIX.items():
-        done = done_here(folder, "train", *case, *CPU, f"out_dir={name}-single")
-        assert done.status == 0, done.error
-    in_processes(4, work, folder, [(*case, *FOUR, f"trainer={strategy}", f"out_dir={name}-{strategy}")
-                                   for name, case in MATRIX.items() for strategy in ("ddp", "fsdp")])
+        result = done_here(folder, "train", *case, *CPU, f"out_dir={name}-single")
+        assert result.status == 0, result.error
+    run_in_processes(4, train_cases, folder, [(*case, *FOUR, f"trainer={strategy}", f"out_dir={name}-{strategy}")
+                                              for name, case in MATRIX.items() for strategy in ("ddp", "fsdp")])
     return folder
 
 
@@ -291,13 +292,13 @@ def test_four_processes_have_the_losses_of_one(matrix: Path, name: str) -> None:
 
 @pytest.mark.soak
 def test_fewer_processes_continue_what_four_have_saved(folder: Path) -> None:
-    in_processes(4, work, folder, [(*MATRIX["rwkv7-normuon"], "trainer=fsdp", *FOUR, "out_dir=four")])
+    run_in_processes(4, train_cases, folder, [(*MATRIX["rwkv7-normuon"], "trainer=fsdp", *FOUR, "out_dir=four")])
     for name in ("four-four", "four-two", "four-one"):
-        cut(folder, "four", name)
-    in_processes(4, work, folder, [("out_dir=four-four", "resume=auto", "trainer=fsdp", "trainer.devices=4")])
-    in_processes(2, work, folder, [("out_dir=four-two", "resume=auto", "trainer=fsdp", "trainer.devices=2")])
-    done = done_here(folder, "train", "out_dir=four-one", "resume=auto", "trainer.strategy=single", "trainer.devices=1")
-    assert done.status == 0, done.error
+        copy_at_step_10(folder, "four", name)
+    run_in_processes(4, train_cases, folder, [("out_dir=four-four", "resume=auto", "trainer=fsdp", "trainer.devices=4")])
+    run_in_processes(2, train_cases, folder, [("out_dir=four-two", "resume=auto", "trainer=fsdp", "trainer.devices=2")])
+    result = done_here(folder, "train", "out_dir=four-one", "resume=auto", "trainer.strategy=single", "trainer.devices=1")
+    assert result.status == 0, result.error
     assert_same_training(folder / "four-four", folder / "four")
     for name in ("four-two", "four-one"):
         assert losses(folder / name) == pytest.approx(losses(folder / "four"), abs=1e-2)
@@ -307,7 +308,7 @@ def test_fewer_processes_continue_what_four_have_saved(folder: Path) -> None:
 
 
 def write_errors(folder: Path) -> None:
-    """Standard error goes to a file: that of a forked process is its server's."""
+    """Redirects standard error to a file, because a forked process shares the standard error of its fork server."""
     os.dup2(os.open(folder / f"error-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
 
 
@@ -317,8 +318,8 @@ def errors_of(folder: Path, rank: int) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("error: ")]
 
 
-def fail_in_the_second(folder: Path) -> None:
-    """One of two processes, of which the second one meets an error after 5 steps, while a checkpoint is being written."""
+def train_until_the_second_fails(folder: Path) -> None:
+    """Trains as one of two processes. The second one fails after 5 steps, while a checkpoint is being written."""
     def fail(task: LanguageModel, *_: Any) -> None:
         if processes.rank() == 1 and task.trainer.global_step == 5:
             raise UserError("the second process met an error")
@@ -326,36 +327,36 @@ def fail_in_the_second(folder: Path) -> None:
     LanguageModel.on_train_batch_start = fail            # type: ignore[method-assign]
     write_errors(folder)
     with cli.exit_on_user_error():
-        work(folder, [(*TEXT, *TWO, "trainer.checkpoint_every=5", "out_dir=failed")])
+        train_cases(folder, [(*TEXT, *TWO, "trainer.checkpoint_every=5", "out_dir=failed")])
 
 
 @pytest.mark.programs
 def test_an_error_of_one_process_ends_all_with_its_sentence(folder: Path) -> None:
-    with pytest.raises(ChildFailedError) as failed:
-        in_processes(2, fail_in_the_second, folder)
-    assert failed.value.get_first_failure()[1].exitcode == cli.USER_ERROR
+    with pytest.raises(ChildFailedError) as failure:
+        run_in_processes(2, train_until_the_second_fails, folder)
+    assert failure.value.get_first_failure()[1].exitcode == cli.USER_ERROR
     assert errors_of(folder, 1) == ["error: the second process met an error"]
     assert all("another process" in line for line in errors_of(folder, 0))
-    found = newest_sound_checkpoint(folder / "failed")
-    assert found is not None
-    assert found.step == 5
+    checkpoint = newest_sound_checkpoint(folder / "failed")
+    assert checkpoint is not None
+    assert checkpoint.step == 5
 
 
-def with_a_full_disk(folder: Path) -> None:
-    """One of two processes, whose files may have 100 kB."""
+def train_with_a_full_disk(folder: Path) -> None:
+    """Trains as one of two processes, which may write files of at most 100 kB."""
     import resource
 
     write_errors(folder)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     with cli.exit_on_user_error():
-        work(folder, [(*TEXT, *TWO, *RWKV7, "out_dir=full")])
+        train_cases(folder, [(*TEXT, *TWO, *RWKV7, "out_dir=full")])
 
 
 @pytest.mark.programs
 def test_a_full_disk_is_one_sentence_of_one_process(folder: Path) -> None:
     with pytest.raises(ChildFailedError):
-        in_processes(2, with_a_full_disk, folder)
+        run_in_processes(2, train_with_a_full_disk, folder)
     (error,) = errors_of(folder, 0)
     assert "the checkpoint full/checkpoints/last.ckpt cannot be written: File too large" in error
     assert errors_of(folder, 1) == []
@@ -364,19 +365,19 @@ def test_a_full_disk_is_one_sentence_of_one_process(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_torchrun_starts_a_run_again_after_a_kill(folder: Path) -> None:
-    """From the last complete checkpoint, to the bit."""
+    """torchrun continues from the last complete checkpoint, to the bit."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1",
                 "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
     case = (*CASES["rwkv4"], "trainer.checkpoint_every=2", "trainer=fsdp", *CPU, "resume=auto")
-    in_processes(2, work, folder, [(*case, "trainer.devices=2", "out_dir=uninterrupted")])
+    run_in_processes(2, train_cases, folder, [(*case, "trainer.devices=2", "out_dir=uninterrupted")])
     process = subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *case, "out_dir=restarted"], cwd=folder,
                                env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
     wait_for(process, folder / "restarted", 8)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    done = finish(process)
-    assert done.status == 0, done.error
-    assert "continued from" in done.error
+    result = finish(process)
+    assert result.status == 0, result.error
+    assert "continued from" in result.error
     assert_same_training(folder / "restarted", folder / "uninterrupted", (*OWN, "/timemix/run/trainer/devices"))
 
 
@@ -384,10 +385,14 @@ LONG = (*TEXT, *RWKV7, "trainer.max_steps=120", "trainer.checkpoint_every=2", "t
         "trainer.devices=4", *CPU)
 
 
-def trained_until_killed(folder: Path, name: str, step: int, ranks: list[int], while_writing: bool, seconds: float) -> int:
-    """Continues the run by four processes, of which these are killed a moment after it has done the step.
+def train_until_killed(folder: Path, name: str, step: int, ranks: list[int], while_writing: bool, seconds: float) -> int:
+    """Continues the run with four processes, and kills `ranks` after the run has done `step`.
 
     Returns the step of the last complete checkpoint before the kill.
+
+    Args:
+        while_writing: if True, the kill waits until a checkpoint is being written.
+        seconds: the time between the step and the kill.
     """
     complete = 0
     for path in folder.glob("pid-*"):
@@ -404,19 +409,19 @@ def trained_until_killed(folder: Path, name: str, step: int, ranks: list[int], w
             pass
         complete = max((read_step(path) for path in run.glob("checkpoints/[ln]*.ckpt")), default=0)
         for rank in ranks:
-            with suppress(ProcessLookupError):           # the launcher has ended the others meanwhile
+            with suppress(ProcessLookupError):           # the launcher may have ended this process
                 os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     thread.start()
     with pytest.raises(ChildFailedError):
-        in_processes(4, work, folder, [(*LONG, f"out_dir={name}", "resume=auto")])
+        run_in_processes(4, train_cases, folder, [(*LONG, f"out_dir={name}", "resume=auto")])
     thread.join()
     return complete
 
 
 def read_step(checkpoint: Path) -> int:
-    """0 for a checkpoint that is renamed or deleted meanwhile."""
+    """Returns the step of the checkpoint, or 0 if the checkpoint is renamed or deleted meanwhile."""
     with suppress(CheckpointError, OSError):
         return int(_fsdp_folder.read_rest(checkpoint)["global_step"])
     return 0
@@ -424,19 +429,19 @@ def read_step(checkpoint: Path) -> int:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("kills", "all_of_them"), [(30, False), (10, True)])
-def test_kills_cost_only_the_steps_since_the_last_checkpoint(folder: Path, kills: int, all_of_them: bool) -> None:
-    """One of four processes at random moments; all of them while a checkpoint is being written."""
+@pytest.mark.parametrize(("kills", "all_ranks"), [(30, False), (10, True)])
+def test_kills_cost_only_the_steps_since_the_last_checkpoint(folder: Path, kills: int, all_ranks: bool) -> None:
+    """Kills one of four processes at random moments, or all four while a checkpoint is being written."""
     chance = random.Random(kills)
     if not (folder / "whole").exists():
-        in_processes(4, work, folder, [(*LONG, "out_dir=whole")])
+        run_in_processes(4, train_cases, folder, [(*LONG, "out_dir=whole")])
     name = f"killed-{kills}"
     for kill in range(kills):
         aim = round(110 * (kill + chance.random()) / kills)
-        ranks = list(range(4)) if all_of_them else [chance.randrange(4)]
-        complete = trained_until_killed(folder, name, aim, ranks, all_of_them, chance.uniform(0, 0.3))
+        ranks = list(range(4)) if all_ranks else [chance.randrange(4)]
+        complete = train_until_killed(folder, name, aim, ranks, all_ranks, chance.uniform(0, 0.3))
         rotate_checkpoints(folder / name)
-        found = newest_sound_checkpoint(folder / name)
-        assert (found.step if found else 0) >= complete
-    in_processes(4, work, folder, [(*LONG, f"out_dir={name}", "resume=auto")])
+        checkpoint = newest_sound_checkpoint(folder / name)
+        assert (checkpoint.step if checkpoint else 0) >= complete
+    run_in_processes(4, train_cases, folder, [(*LONG, f"out_dir={name}", "resume=auto")])
     assert_same_training(folder / name, folder / "whole")

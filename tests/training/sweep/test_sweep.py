@@ -1,4 +1,4 @@
-"""Sweeps whose runs are trained at the same time: killed, stopped, continued, and equal to the bit to runs one by one."""
+"""Tests sweeps that train runs at the same time: kills, stops, continuations, and bits equal to runs one by one."""
 
 import importlib.util
 import json
@@ -22,7 +22,7 @@ from rwkv.training.sweep.launchers import End, JobRejected, Launcher, Processes,
 
 SHORT = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=120",
          "trainer.val_every=20", "trainer.checkpoint_every=20")
-BEFORE_LAST = ("last-1.ckpt",)           # that of the interruption, if no later one but the last was due
+BEFORE_LAST = ("last-1.ckpt",)           # the interruption's checkpoint, if only the last one was due later
 LOCAL_JOBS = ("sweep.launcher=submitit", "sweep.arguments=cluster=local")
 NEEDS_PROC = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 NEEDS_SUBMITIT = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="submitit is not installed")
@@ -33,18 +33,18 @@ def statuses(folder: Path) -> dict[str, str]:
 
 
 def processes_of(run: Path) -> list[int]:
-    """The processes that train a run, by its directory on their command line."""
+    """Returns the processes that train a run, which have the run's directory on the command line."""
     return [int(file.parent.name) for file in Path("/proc").glob("[0-9]*/cmdline") if f"out_dir={run}" in words_of(file)]
 
 
 def words_of(file: Path) -> list[str]:
     try:
         return file.read_bytes().decode().split("\0")
-    except OSError:                      # it has ended
+    except OSError:                      # the process has ended
         return []
 
 
-def until(condition: Callable[[], object], seconds: float = 240) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -52,12 +52,12 @@ def until(condition: Callable[[], object], seconds: float = 240) -> None:
 
 
 def assert_as_alone(folder: Path, swept: Path, except_for: tuple[str, ...] = ()) -> None:
-    """Each run of the sweep is to the bit that of train.py with the same options."""
+    """Checks that each run of the sweep equals to the bit a run of train.py with the same options."""
     for name in statuses(swept):
         alone = folder / f"alone {name}"
         if not alone.exists():
-            done = done_here(folder, "train", *SHORT, *name.split(","), "trainer.probe=true", f"out_dir={alone.name}")
-            assert done.status == 0, done.error
+            result = done_here(folder, "train", *SHORT, *name.split(","), "trainer.probe=true", f"out_dir={alone.name}")
+            assert result.status == 0, result.error
         assert_same_training(swept / name, alone, OF_PROBE, except_for)
 
 
@@ -67,7 +67,7 @@ def test_a_run_that_is_killed_is_named_and_continued_and_the_others_finish(folde
     swept = folder / "killed"
     process = start(folder, "train", "-m", "seed=0,1", *SHORT, "sweep.jobs=2", f"out_dir={swept}")
     victim = swept / "seed=0"
-    until(lambda: steps_done(victim) > 30 or process.poll() is not None)
+    wait_until(lambda: steps_done(victim) > 30 or process.poll() is not None)
     at_once = len(processes_of(swept / "seed=1"))
     for number in processes_of(victim):
         subprocess.run(["kill", "-9", str(number)], check=True)
@@ -76,7 +76,7 @@ def test_a_run_that_is_killed_is_named_and_continued_and_the_others_finish(folde
     assert at_once == 1
     assert statuses(swept) == {"seed=0": "failed", "seed=1": "finished"}
     assert "failed: seed=0: ended by SIGKILL" in first.error
-    assert f"out_dir={swept} sweep.jobs=2" in first.error.replace("'", ""), "how to continue it"
+    assert f"out_dir={swept} sweep.jobs=2" in first.error.replace("'", ""), "the error must say how to continue"
     again = finish(start(folder, "train", "-m", "resume=auto", f"out_dir={swept}", "sweep.jobs=2"))
     assert again.status == 0, again.error
     assert set(statuses(swept).values()) == {"finished"}
@@ -86,56 +86,56 @@ def test_a_run_that_is_killed_is_named_and_continued_and_the_others_finish(folde
 @NEEDS_PROC
 @pytest.mark.soak
 def test_four_runs_two_at_a_time_are_those_of_one_after_the_other(folder: Path) -> None:
-    """Ctrl-C ends all processes, a kill of the sweep does too, and both are continued."""
+    """Ctrl-C or a kill of the sweep ends all processes. The sweep continues after each of these ends."""
     options = ("-m", "seed=0,1", "optim.lr=1e-3,3e-3", *SHORT)
     one, two = folder / "one", folder / "two"
     assert finish(start(folder, "train", *options, f"out_dir={one}")).status == 0
     runs = [two / name for name in statuses(one)]
 
     process = start(folder, "train", *options, "sweep.jobs=2", f"out_dir={two}", apart=True)
-    until(lambda: sum(steps_done(run) > 20 for run in runs) == 2 or process.poll() is not None)
+    wait_until(lambda: sum(steps_done(run) > 20 for run in runs) == 2 or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     stopped = finish(process)
     assert stopped.status == 130, stopped.error
     assert not [number for run in runs for number in processes_of(run)]
     assert sorted(statuses(two).values()) == ["stopped", "stopped", "waiting", "waiting"]
 
-    more = ("-m", "resume=auto", f"out_dir={two}", "sweep.jobs=2")
-    process = start(folder, "train", *more, apart=True)
-    until(lambda: sum(steps_done(run) > 60 for run in runs) == 2 or process.poll() is not None)
+    continuation = ("-m", "resume=auto", f"out_dir={two}", "sweep.jobs=2")
+    process = start(folder, "train", *continuation, apart=True)
+    wait_until(lambda: sum(steps_done(run) > 60 for run in runs) == 2 or process.poll() is not None)
     process.kill()
     assert finish(process).status == KILLED
-    until(lambda: not [number for run in runs for number in processes_of(run)])
-    last = finish(start(folder, "train", *more))
+    wait_until(lambda: not [number for run in runs for number in processes_of(run)])
+    last = finish(start(folder, "train", *continuation))
     assert last.status == 0, last.error
     assert_as_alone(folder, two, BEFORE_LAST)
     for name in statuses(one):
         assert_same_training(one / name, two / name, OF_PROBE, BEFORE_LAST)
     of_one, of_two = ([(row["kernel"], row["val_loss"]) for row in table(swept)[0]] for swept in (one, two))
-    assert of_one == of_two, "the report's"
+    assert of_one == of_two, "the reports must have the same rows"
 
 
 @NEEDS_SUBMITIT
 @pytest.mark.soak
 def test_jobs_of_submitit_train_the_same_runs(folder: Path) -> None:
-    """They go on when the sweep is killed, which finds them again, and are cancelled when it is stopped."""
+    """Jobs go on when the sweep is killed, and the continued sweep finds the jobs again."""
     swept = folder / "jobs"
-    more = (*LOCAL_JOBS, f"out_dir={swept}")
+    continuation = (*LOCAL_JOBS, f"out_dir={swept}")
     runs = [swept / "seed=0", swept / "seed=1"]
 
     def jobs() -> list[str]:
         return [run["job"] for run in json.loads((swept / "sweep.json").read_text())["runs"]]
 
-    process = start(folder, "train", "-m", "seed=0,1", *SHORT, *more)
-    until(lambda: all(steps_done(run) > 10 for run in runs) or process.poll() is not None)
+    process = start(folder, "train", "-m", "seed=0,1", *SHORT, *continuation)
+    wait_until(lambda: all(steps_done(run) > 10 for run in runs) or process.poll() is not None)
     process.kill()
-    process.wait()                       # not until its pipes end, which its jobs hold
+    process.wait()                       # finish() would also wait for the jobs, which hold the pipes
     first = jobs()
     assert all(first)
-    done = finish(start(folder, "train", "-m", "resume=auto", *more))
-    assert (finish(process).status, done.status) == (KILLED, 0), done.error
+    result = finish(start(folder, "train", "-m", "resume=auto", *continuation))
+    assert (finish(process).status, result.status) == (KILLED, 0), result.error
     submitted = {path.name.partition("_")[0] for path in swept.rglob("*_submitted.pkl")}
-    assert submitted == {*first}, "they were not started a second time"
+    assert submitted == {*first}, "no job may start a second time"
     assert_as_alone(folder, swept)
 
 
@@ -146,13 +146,13 @@ def test_a_stopped_sweep_cancels_its_jobs(folder: Path) -> None:
     swept = folder / "cancelled"
     runs = [swept / "seed=0", swept / "seed=1"]
     process = start(folder, "train", "-m", "seed=0,1", *SHORT, "trainer.max_steps=3000", *LOCAL_JOBS, f"out_dir={swept}")
-    until(lambda: all(steps_done(run) > 10 for run in runs) or process.poll() is not None)
+    wait_until(lambda: all(steps_done(run) > 10 for run in runs) or process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    done = finish(process)
-    assert done.status == 130, done.error
-    until(lambda: not [number for run in runs for number in processes_of(run)], 60)
+    result = finish(process)
+    assert result.status == 130, result.error
+    wait_until(lambda: not [number for run in runs for number in processes_of(run)], 60)
     assert set(statuses(swept).values()) == {"stopped"}
-    assert all((run / "checkpoints" / "last.ckpt").exists() for run in runs), "they saved"
+    assert all((run / "checkpoints" / "last.ckpt").exists() for run in runs), "each run must save a checkpoint"
 
 
 # Launchers, with programs that take no time
@@ -160,7 +160,7 @@ def test_a_stopped_sweep_cancels_its_jobs(folder: Path) -> None:
 
 def ends_of(launcher: Launcher, count: int) -> list[End]:
     ends: list[End] = []
-    until(lambda: ends.extend(launcher.ends()) or len(ends) == count, 60)
+    wait_until(lambda: ends.extend(launcher.ends()) or len(ends) == count, 60)
     return sorted(ends, key=lambda end: end.name)
 
 
@@ -169,7 +169,7 @@ def task(folder: Path, name: str, program: str) -> Task:
 
 
 def test_runs_share_the_threads_and_each_has_a_gpu(tmp_path: Path) -> None:
-    """GPUs go to runs that begin when others have ended."""
+    """A later run gets the GPU of a run that has ended."""
     launcher = Processes(2, threads=5, gpus=2)
     show = "import sys; print(sys.argv[1], file=sys.stderr)"
     for name in ("0", "1"):
@@ -194,13 +194,13 @@ def test_a_process_takes_its_share(share: str, before: dict[str, str], after: st
     (tmp_path / "kernels" / "machine" / "shares.py").write_text((root / "kernels" / "machine" / "shares.py").read_text())
     (tmp_path / "train.py").write_text("import os, sys\nprint(os.environ.get('OMP_NUM_THREADS'), "
                                        "os.environ.get('CUDA_VISIBLE_DEVICES'), *sys.argv[1:])\n")
-    done = subprocess.run([sys.executable, child, tmp_path / "reason", f"--share={share}", "seed=3"], env=before, check=True,
-                          capture_output=True, text=True)
-    assert done.stdout == f"{after} seed=3\n"
+    result = subprocess.run([sys.executable, child, tmp_path / "reason", f"--share={share}", "seed=3"], env=before, check=True,
+                            capture_output=True, text=True)
+    assert result.stdout == f"{after} seed=3\n"
 
 
 def test_lines_of_runs_have_their_number_and_samples_stay_whole(tmp_path: Path) -> None:
-    """Runs write at the same time, lines to standard error and half lines to standard output, which are two files here."""
+    """Two runs write parts of lines at the same time, to standard error and to standard output."""
     half = ("import sys, time\nfor n in range(20):\n"
             "  for s in (sys.stdout, sys.stderr): print(NAME, file=s, end='', flush=True)\n"
             "  time.sleep(0.001)\n  print(file=sys.stderr, flush=True)")
@@ -209,38 +209,38 @@ def test_lines_of_runs_have_their_number_and_samples_stay_whole(tmp_path: Path) 
                f"    pathlib.Path('x'), [], pathlib.Path({str(tmp_path)!r}, name), int(name)), None)\n"
                "ends = 0\nwhile ends < 2: ends += len(launcher.ends())")
     root = sweep.CHILD.parents[3]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
-    assert sorted(done.stdout.split()) == ["1" * 20, "2" * 20]
-    assert sorted(done.stderr.splitlines()) == ["[1] 1"] * 20 + ["[2] 2"] * 20
+    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert sorted(result.stdout.split()) == ["1" * 20, "2" * 20]
+    assert sorted(result.stderr.splitlines()) == ["[1] 1"] * 20 + ["[2] 2"] * 20
     assert (tmp_path / "1").read_text() == "1\n" * 20
 
 
 @pytest.mark.parametrize("end", ["the sweep is killed", "the sweep has an error"])
 def test_runs_end_with_their_sweep(tmp_path: Path, end: str) -> None:
-    """A killed process passes no signal on; its pipe to the run ends."""
+    """A killed sweep sends the run no signal, but the pipe to the run ends."""
     root = sweep.CHILD.parents[3]
-    saves = (f"import os, pathlib, signal, sys, time\nsys.path[0] = {str(root)!r}\nfrom rwkv.training.sweep import child\n"
-             f"def stop(*_): pathlib.Path({str(tmp_path / 'saved')!r}).touch(); sys.exit(130)\n"
-             "signal.signal(signal.SIGTERM, stop)\nchild.stop_with_parent()\n"
-             f"pathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(60)")
+    child_code = (f"import os, pathlib, signal, sys, time\nsys.path[0] = {str(root)!r}\nfrom rwkv.training.sweep import child\n"
+                  f"def stop(*_): pathlib.Path({str(tmp_path / 'saved')!r}).touch(); sys.exit(130)\n"
+                  "signal.signal(signal.SIGTERM, stop)\nchild.stop_with_parent()\n"
+                  f"pathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(60)")
     program = ("import pathlib, sys, time\nfrom rwkv.training.sweep.launchers import Processes, Task\n"
                "launcher = Processes(1, 1, 0)\n"
                f"folder = pathlib.Path({str(tmp_path)!r})\n"
-               f"launcher.start(Task('run', [sys.executable, '-c', {saves!r}], folder, [], folder / 'log'), None)\n"
+               f"launcher.start(Task('run', [sys.executable, '-c', {child_code!r}], folder, [], folder / 'log'), None)\n"
                "while not (folder / 'begun').exists(): time.sleep(0.01)\n"
                + ("time.sleep(60)" if "killed" in end else "launcher.close()"))
     process = subprocess.Popen([sys.executable, "-c", program], cwd=root)
-    until((tmp_path / "begun").exists, 60)
+    wait_until((tmp_path / "begun").exists, 60)
     if "killed" in end:
         process.kill()
     process.wait(60)
-    until((tmp_path / "saved").exists, 60)
+    wait_until((tmp_path / "saved").exists, 60)
 
 
 # Mistakes
 
 
-def opened(*arguments: str) -> sweep.Sweep:
+def make_sweep(*arguments: str) -> sweep.Sweep:
     line = cli.split(["-m", *arguments], TrainConfig)
     return sweep.open_sweep(line, lambda line: cli.jobs(line, TrainConfig, "train"))
 
@@ -255,7 +255,7 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ..
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(UserError) as error:
-        sweep.open_launcher(opened("seed=0,1", *SMALL, "kernel=conv1d", "logger=csv", *arguments))
+        sweep.open_launcher(make_sweep("seed=0,1", *SMALL, "kernel=conv1d", "logger=csv", *arguments))
     assert all(word in str(error.value) for word in words)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
@@ -264,7 +264,7 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ..
 def test_a_damaged_list_of_runs_is_named(tmp_path: Path, damaged: str) -> None:
     (tmp_path / "sweep.json").write_text(damaged)
     with pytest.raises(UserError, match=r"sweep\.json is damaged"):
-        opened("resume=auto", f"out_dir={tmp_path}")
+        make_sweep("resume=auto", f"out_dir={tmp_path}")
     assert (tmp_path / "sweep.json").read_text() == damaged
 
 
@@ -299,7 +299,7 @@ def test_a_job_that_slurm_rejects_is_a_sentence(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_limit_of_jobs_is_the_number_of_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch system that takes one job at a time; each run ends at once."""
+    """The launcher imitates a batch system that takes one job at a time. Each run ends at once."""
     class Limited(Launcher):
         places = 3
         running: str | None = None
@@ -320,7 +320,7 @@ def test_a_limit_of_jobs_is_the_number_of_runs_at_a_time(tmp_path: Path, monkeyp
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
-    swept = opened("seed=0,1,2", *SMALL, "kernel=conv1d", "logger=csv")
+    swept = make_sweep("seed=0,1,2", *SMALL, "kernel=conv1d", "logger=csv")
     swept.folder.mkdir(parents=True)
     assert not sweep.train_all(swept, Limited())
     assert {entry.status for entry in swept.entries} == {"finished"}
@@ -333,7 +333,7 @@ def test_a_program_without_m_has_no_options_of_sweeps(run: Callable[..., tuple[i
 
 
 def test_several_values_of_a_list_reach_every_run() -> None:
-    """logger.arguments and the like, which may be given several times."""
+    """Options such as logger.arguments may be set several times."""
     line = cli.split(["-m", "seed=0,1", "logger=mlflow", "logger.arguments=a=1", "logger.arguments=b=2"], TrainConfig)
     jobs = cli.jobs(line, TrainConfig, "train")
     assert [cli.split(job.arguments, TrainConfig).verbatim["logger.arguments"] for job in jobs] == [["a=1", "b=2"]] * 2

@@ -1,10 +1,10 @@
-"""PEFT's own reader of an adapter's directory, in the peers' environment: it adds the adapters to a model and merges them.
+"""Reads an adapter's directory with PEFT itself, adds the adapters to a model, and writes the merged weights.
 
     python -I peft_reader.py BASE.pth ADAPTER_DIRECTORY MERGED.pth
 
-The model is the linear layers of BASE.pth's blocks, by their names there; MERGED.pth gets their weights after the merge. A
-tensor of the adapter's file that the model lacks, or the other way round, ends the program. This file imports nothing of ours:
-there, `rwkv` is another package.
+The model consists of the linear layers of BASE.pth's blocks. MERGED.pth gets the merged weights of these layers. The program
+fails if the adapter's file and the model do not have the same tensors. The script runs in the environment of `make peers` and
+imports nothing of this repository, because `rwkv` is another package there.
 """
 
 import sys
@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 
-def skeleton(weights: dict[str, Tensor]) -> nn.Module:
-    """nn.Linear for each blocks.i.att.name.weight and blocks.i.ffn.name.weight of two dimensions, inside plain modules."""
+def linear_layers_of(weights: dict[str, Tensor]) -> nn.Module:
+    """Returns an nn.Linear for each two-dimensional blocks.i.att.name.weight and blocks.i.ffn.name.weight, in plain modules."""
     model = nn.Module()
     for name, weight in weights.items():
         if name.startswith("blocks.") and name.endswith(".weight") and weight.dim() == 2:
@@ -34,13 +34,13 @@ def skeleton(weights: dict[str, Tensor]) -> nn.Module:
 
 
 def main(base: str, adapter: str, merged: str) -> None:
-    model = PeftModel.from_pretrained(skeleton(torch.load(base, weights_only=True)), adapter)
-    held = {name.replace(".default.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
+    model = PeftModel.from_pretrained(linear_layers_of(torch.load(base, weights_only=True)), adapter)
+    tensors = {name.replace(".default.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" in name}
     stored = load_file(Path(adapter) / "adapter_model.safetensors")
-    if held.keys() != stored.keys():
-        sys.exit(f"the model and the file differ in {sorted(held.keys() ^ stored.keys())[:4]}")
+    if tensors.keys() != stored.keys():
+        sys.exit(f"the model and the file differ in {sorted(tensors.keys() ^ stored.keys())[:4]}")
     for name, tensor in stored.items():
-        if not torch.equal(held[name], tensor):
+        if not torch.equal(tensors[name], tensor):
             sys.exit(f"{name} was not read")
     torch.save(model.merge_and_unload().state_dict(), merged)
 

@@ -1,4 +1,4 @@
-"""train.py init_from=PATH: the file's weights, sizes and tokenizer."""
+"""Tests train.py init_from=PATH: the file's weights, sizes and tokenizer."""
 
 import shutil
 from dataclasses import replace
@@ -32,23 +32,23 @@ def tokenizer(tmp_path: Path) -> JsonTokenizer:
     return tokenizer
 
 
-def save(tokenizer: JsonTokenizer, path: Path, spare_rows: int = 0, carried: bool = True) -> RWKV:
+def save(tokenizer: JsonTokenizer, path: Path, spare_rows: int = 0, with_tokenizer: bool = True) -> RWKV:
     model = small_model("reference", tokenizer.vocab_size + spare_rows, n_layer=2, n_att=8)
-    model.save_pretrained(path, tokenizer if carried else None)
+    model.save_pretrained(path, tokenizer if with_tokenizer else None)
     return model
 
 
 @pytest.mark.programs
 def test_a_run_begins_with_a_file_and_can_be_resumed(run: Run, tmp_path: Path, tokenizer: JsonTokenizer) -> None:
     model = save(tokenizer, tmp_path / "model", spare_rows=3)
-    status, _, said = run("train", "init_from=model", "optim.lr=1e-9", "optim.min_lr=1e-9", *FAST)
+    status, _, error = run("train", "init_from=model", "optim.lr=1e-9", "optim.min_lr=1e-9", *FAST)
     assert status == 0
-    assert "weights    model gives weights, sizes and tokenizer" in said
-    read = read_checkpoint(tmp_path / "out")
-    assert read.config == replace(model.config, ctx_len=16)
-    assert (read.tokenizer_hash, read.vocab_size) == (tokenizer.hash, tokenizer.vocab_size + 3)
-    torch.testing.assert_close(dict(read.weights), dict(model.state_dict()), rtol=0, atol=1e-6)
-    status, _, said = run("train", "resume=auto", "trainer.max_steps=2", "trainer.sample_tokens=0")
+    assert "weights    model gives weights, sizes and tokenizer" in error
+    checkpoint = read_checkpoint(tmp_path / "out")
+    assert checkpoint.config == replace(model.config, ctx_len=16)
+    assert (checkpoint.tokenizer_hash, checkpoint.vocab_size) == (tokenizer.hash, tokenizer.vocab_size + 3)
+    torch.testing.assert_close(dict(checkpoint.weights), dict(model.state_dict()), rtol=0, atol=1e-6)
+    status, _, error = run("train", "resume=auto", "trainer.max_steps=2", "trainer.sample_tokens=0")
     assert status == 0
     assert read_checkpoint(tmp_path / "out").step == 2
 
@@ -57,29 +57,30 @@ def test_a_run_begins_with_a_file_and_can_be_resumed(run: Run, tmp_path: Path, t
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_a_debug_gives_no_sizes_at_a_resume_either(run: Run, tmp_path: Path, tokenizer: JsonTokenizer,
                                                    checkpoints: bool) -> None:
-    """Nor the tokenizer, where the run was killed before its first checkpoint. Sizes that the user gives are refused."""
+    """A resume keeps sizes and tokenizer even without a first checkpoint. Sizes that the user gives are refused."""
     model = save(tokenizer, tmp_path / "model")
     options = ("debug=fast", *FAST, "data.val_fraction=0.1")
-    status, _, said = run("train", "init_from=model", *options)
-    assert status == 0, said
+    status, _, error = run("train", "init_from=model", *options)
+    assert status == 0, error
     if not checkpoints:
         shutil.rmtree(tmp_path / "out" / "checkpoints")
     longer = ("resume=auto", *options, "trainer.max_steps=2")
     one_sentence(run("train", *longer, "model.n_embd=64"), "model.n_embd")
-    status, _, said = run("train", *longer)
-    assert status == 0, said
-    read = read_checkpoint(tmp_path / "out")
-    assert (read.step, read.config, read.tokenizer_hash) == (2, replace(model.config, ctx_len=16), tokenizer.hash)
+    status, _, error = run("train", *longer)
+    assert status == 0, error
+    checkpoint = read_checkpoint(tmp_path / "out")
+    assert (checkpoint.step, checkpoint.tokenizer_hash) == (2, tokenizer.hash)
+    assert checkpoint.config == replace(model.config, ctx_len=16)
 
 
 def test_the_model_to_train_is_the_files(tmp_path: Path, tokenizer: JsonTokenizer) -> None:
     model = save(tokenizer, tmp_path / "model.safetensors")
     checkpoint = read_checkpoint(tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
-    begun = new_model(replace(checkpoint.config, ctx_len=7), checkpoint, tokenizer, select("wkv4", "reference"))
-    assert (begun.config.ctx_len, begun.training) == (7, True)
+    new = new_model(replace(checkpoint.config, ctx_len=7), checkpoint, tokenizer, select("wkv4", "reference"))
+    assert (new.config.ctx_len, new.training) == (7, True)
     with torch.no_grad():
-        for name, weight in begun.named_parameters():
+        for name, weight in new.named_parameters():
             assert weight.requires_grad
             assert torch.equal(weight, model.state_dict()[name])
             weight.zero_()
@@ -88,19 +89,19 @@ def test_the_model_to_train_is_the_files(tmp_path: Path, tokenizer: JsonTokenize
 
 
 def test_a_released_model_gives_its_tokenizer_template_and_length(tmp_path: Path) -> None:
-    """Its weights alone, by their number of tokens and their name."""
+    """The file has weights alone: its vocabulary and its name decide."""
     pytest.importorskip("pyrwkv_tokenizer", reason="pyrwkv-tokenizer, which carries the vocabulary, is not installed")
     path = tmp_path / "rwkv7-g1k-0.1b-20260930-ctx25600.pth"
     small_model("conv1d", 65536, n_layer=1, n_embd=2).save_pretrained(path)
     config = TrainConfig(init_from=str(path), data=DataConfig(name="chat"))
-    sized, checkpoint, tokenizer = open_init_checkpoint(config, [])
-    assert (sized.data.template, tokenizer.kind, checkpoint.config.ctx_len) == ("g1", "world", 25600)
-    assert sized.model.ctx_len == config.model.ctx_len
+    run_config, checkpoint, tokenizer = open_init_checkpoint(config, [])
+    assert (run_config.data.template, tokenizer.kind, checkpoint.config.ctx_len) == ("g1", "world", 25600)
+    assert run_config.model.ctx_len == config.model.ctx_len
     with pytest.raises(CheckpointError):
         open_init_checkpoint(config, ["data.tokenizer"])
 
 
-@pytest.mark.parametrize(("arguments", "named"), [
+@pytest.mark.parametrize(("arguments", "part"), [
     (("init_from=none.pth",), "data.tokenizer"),
     (("init_from=own.ckpt", "data.tokenizer=byte"), "data.tokenizer=byte"),
     (("init_from=large.pth", "data.tokenizer=own.json"), "large.pth"),
@@ -109,17 +110,17 @@ def test_a_released_model_gives_its_tokenizer_template_and_length(tmp_path: Path
         (("init_from=own.ckpt", "data.tokenizer=bpe"), "data.tokenizer"),
         (("init_from=own.ckpt", "model=small"), "model.")))])
 def test_what_does_not_fit_is_refused(run: Run, tmp_path: Path, tokenizer: JsonTokenizer, arguments: tuple[str, ...],
-                                      named: str) -> None:
+                                      part: str) -> None:
     save(tokenizer, tmp_path / "own.ckpt")
-    save(tokenizer, tmp_path / "none.pth", carried=False)
+    save(tokenizer, tmp_path / "none.pth", with_tokenizer=False)
     small_model("reference", 600).save_pretrained(tmp_path / "large.pth")
-    one_sentence(run("train", *arguments, *FAST), named)
+    one_sentence(run("train", *arguments, *FAST), part)
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.programs
 def test_a_named_tokenizer_goes_with_a_file_that_carries_none(run: Run, tmp_path: Path, tokenizer: JsonTokenizer) -> None:
-    save(tokenizer, tmp_path / "none.pth", carried=False)
-    status, _, said = run("train", "init_from=none.pth", "data.tokenizer=own.json", *FAST)
-    assert (status, read_checkpoint(tmp_path / "out").tokenizer_hash) == (0, tokenizer.hash), said
+    save(tokenizer, tmp_path / "none.pth", with_tokenizer=False)
+    status, _, error = run("train", "init_from=none.pth", "data.tokenizer=own.json", *FAST)
+    assert (status, read_checkpoint(tmp_path / "out").tokenizer_hash) == (0, tokenizer.hash), error

@@ -1,4 +1,4 @@
-"""tune.objective=dpo: its loss, gradients and metrics, and runs that learn to prefer the shorter of two right answers."""
+"""Tests tune.objective=dpo: loss, gradients, metrics, and runs that learn to prefer the shorter of two right answers."""
 
 import json
 import math
@@ -34,7 +34,7 @@ OPTIONS = ("data=chat", "data.path=pairs.jsonl", "data.batch_size=2", "data.cach
            "model.ctx_len=128", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
            "trainer.malloc=default", "tune.guard=null", "tune.objective=dpo", BASE)
 METHODS = ("lora", "state", "full")
-FULL = ["full", *(pytest.param(name, marks=pytest.mark.soak) for name in ("lora", "state"))]      # which has most of its own
+FULL = ["full", *(pytest.param(name, marks=pytest.mark.soak) for name in ("lora", "state"))]  # "full" has most own code
 VALUES = ((-3.0, -5.5), (-2.0, -1.0), (-40.0, -7.25), (0.0, -100.0))     # log p of the chosen and the rejected answers
 REFERENCES = ((-3.5, -5.0), (-2.0, -1.5), (-30.0, -9.0), (-1.0, -2.0))
 LENGTHS = ((2, 3), (1, 1), (10, 4), (5, 9))
@@ -42,7 +42,7 @@ LENGTHS = ((2, 3), (1, 1), (10, 4), (5, 9))
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With base7.safetensors and pairs.jsonl."""
+    """Enters a folder with base7.safetensors and pairs.jsonl."""
     byte_model(tmp_path / "base7.safetensors")
     pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
@@ -67,16 +67,16 @@ def batch(folder: Path) -> Pairs:
 
 
 def formula(log_p: np.ndarray, reference: np.ndarray, lengths: np.ndarray, tune: TuneConfig) -> np.ndarray:
-    """The losses of the papers in float64, pair by pair."""
-    found = []
+    """Returns the losses of the papers in float64, pair by pair."""
+    results = []
     for (c, d), (rc, rd), (nc, nd) in zip(log_p, reference, lengths, strict=True):
         margin = tune.beta * ((c - rc) - (d - rd))
         right, wrong = (1 / (1 + math.exp(sign * margin)) for sign in (-1, 1))
         value = -(1 - tune.label_smoothing) * math.log(right) - tune.label_smoothing * math.log(wrong)
         if tune.objective == "ipo":
             value = ((c - rc) / nc - (d - rd) / nd - 1 / (2 * tune.beta)) ** 2
-        found.append(value - tune.sft_weight * c / nc)
-    return np.array(found, np.float64)
+        results.append(value - tune.sft_weight * c / nc)
+    return np.array(results, np.float64)
 
 
 OBJECTIVES = (TuneConfig(objective="dpo"), TuneConfig(objective="dpo", beta=0.5, label_smoothing=0.1, sft_weight=0.3),
@@ -85,30 +85,30 @@ OBJECTIVES = (TuneConfig(objective="dpo"), TuneConfig(objective="dpo", beta=0.5,
 
 @pytest.mark.parametrize("tune", OBJECTIVES)
 def test_the_losses_are_those_of_the_formulas_in_float64(tune: TuneConfig) -> None:
-    given = (VALUES, REFERENCES, LENGTHS)
-    computed = preferences.losses(*(torch.tensor(each, dtype=torch.float32) for each in given), tune)
-    expected = formula(*map(np.array, given), tune)
-    np.testing.assert_allclose(computed.numpy(), expected, rtol=1e-6, atol=1e-6)
+    inputs = (VALUES, REFERENCES, LENGTHS)
+    actual = preferences.losses(*(torch.tensor(each, dtype=torch.float32) for each in inputs), tune)
+    expected = formula(*map(np.array, inputs), tune)
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("tune", [pytest.param(OBJECTIVES[1], marks=pytest.mark.thorough), OBJECTIVES[2]])
 def test_loss_and_gradient_of_packed_pairs_are_those_of_each_answer_read_alone(folder: Path, tune: TuneConfig) -> None:
-    """The answers' log-probabilities from the logits of each text in a row of its own, in float64."""
+    """The expected log-probabilities come from each text in a row of its own, in float64."""
     model = small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"])
-    read = batch(folder)
+    packed = batch(folder)
     stored = torch.randn(len(corpus(folder).train.starts) // 2, 2) - 20
-    loss, _ = Preferences(tune, {"train": stored}).loss(model, read, "train")
+    loss, _ = Preferences(tune, {"train": stored}).loss(model, packed, "train")
     gradient = torch.autograd.grad(loss, [model.head.weight, model.emb.weight])
     log_p, lengths = [], []
-    for text in range(2 * len(read.numbers)):
-        at = (read.answers == text).nonzero()
-        row, first, last = int(at[0, 0]), int(at[0, 1]), int(at[-1, 1])
-        x, y = read.x[row:row + 1, first:last + 1], read.y[row, first:last + 1]
+    for text in range(2 * len(packed.numbers)):
+        positions = (packed.answers == text).nonzero()
+        row, first, last = int(positions[0, 0]), int(positions[0, 1]), int(positions[-1, 1])
+        x, y = packed.x[row:row + 1, first:last + 1], packed.y[row, first:last + 1]
         own = torch.log_softmax(model(x)[0][0].double(), -1)[y != IGNORED, y[y != IGNORED]]
         log_p.append(own.sum())
         lengths.append(len(own))
     pairs = torch.stack(log_p).view(-1, 2)
-    reference, sizes = stored[read.numbers].double(), torch.tensor(lengths).view(-1, 2)
+    reference, sizes = stored[packed.numbers].double(), torch.tensor(lengths).view(-1, 2)
     alone = preferences.losses(pairs, reference, sizes, tune).mean()
     expected = formula(pairs.detach().numpy(), reference.numpy(), sizes.numpy(), tune).mean()
     assert loss.item() == pytest.approx(expected, rel=1e-5)
@@ -118,19 +118,19 @@ def test_loss_and_gradient_of_packed_pairs_are_those_of_each_answer_read_alone(f
 
 def test_the_reference_is_the_frozen_model(folder: Path) -> None:
     model = small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"])
-    read = batch(folder)
-    before = answers(model, read).log_p
+    packed = batch(folder)
+    before = answers(model, packed).log_p
     add_adapters(model, (), 2, 4.0)
     model.set_time_states([torch.randn_like(layer.wkv[0]) for layer in model.empty_state(1).layers()])
     for name, parameter in model.named_parameters():
         if "lora" in name:
             torch.nn.init.normal_(parameter)
-    tuned = answers(model, read).log_p
+    tuned_log_p = answers(model, packed).log_p
     with torch.no_grad(), without_tuning(model):
-        assert torch.equal(answers(model, read).log_p, answers(model, read).log_p)
-        torch.testing.assert_close(answers(model, read).log_p, before, rtol=0, atol=1e-4)
-    torch.testing.assert_close(answers(model, read).log_p, tuned, rtol=0, atol=0)
-    assert not torch.allclose(tuned, before, atol=0.1)
+        assert torch.equal(answers(model, packed).log_p, answers(model, packed).log_p)
+        torch.testing.assert_close(answers(model, packed).log_p, before, rtol=0, atol=1e-4)
+    torch.testing.assert_close(answers(model, packed).log_p, tuned_log_p, rtol=0, atol=0)
+    assert not torch.allclose(tuned_log_p, before, atol=0.1)
 
 
 def test_the_report_reads_the_metrics_that_training_writes() -> None:
@@ -174,13 +174,13 @@ def test_a_run_begins_at_its_reference_and_then_prefers_the_chosen_answers(folde
 @pytest.mark.parametrize("method", FULL)
 def test_a_step_in_passes_is_the_same_step(folder: Path, run: Run, method: str) -> None:
     """Each pair has the same weight, whatever the number of pairs in its pass."""
-    found = {}
+    results = {}
     for rows, parts in ((2, 2), (4, 1)):
         status, _, error = run("train", *OPTIONS, f"tune={method}", f"data.batch_size={rows}", f"trainer.accumulate={parts}",
                                f"out_dir={rows}", "trainer.max_steps=3", "optim.lr=1e-3")
         assert status == 0, error
-        found[rows] = [losses(Path(str(rows)), name) for name in ("train/loss", "train/rewards_margin", "val/loss")]
-    for one, other in zip(found[2], found[4], strict=True):
+        results[rows] = [losses(Path(str(rows)), name) for name in ("train/loss", "train/rewards_margin", "val/loss")]
+    for one, other in zip(results[2], results[4], strict=True):
         assert one == pytest.approx(other, abs=1e-5)
 
 
@@ -190,9 +190,9 @@ def test_a_killed_run_continues_to_the_bit(folder: Path, method: str) -> None:
     arguments = (*OPTIONS[:-1], f"tune={method}", "trainer.max_steps=30", "trainer.val_every=10", "trainer.checkpoint_every=5")
     assert done_here(folder, "train", *arguments, BASE, "out_dir=whole").status == 0
     kill_after(forked(folder, *arguments, BASE, "out_dir=killed"), folder / "killed", 8, 0.05)
-    done = done_here(folder, "train", *arguments, "resume=auto", "out_dir=killed")
-    assert done.status == 0, done.error
-    assert "continued from" in done.error
+    result = done_here(folder, "train", *arguments, "resume=auto", "out_dir=killed")
+    assert result.status == 0, result.error
+    assert "continued from" in result.error
     assert_same_training(folder / "whole", folder / "killed")
     for name in ("train/rewards_margin", "val/rewards_accuracy"):
         assert losses(folder / "whole", name) == losses(folder / "killed", name)
@@ -222,8 +222,8 @@ def test_a_run_without_its_reference_is_not_continued(folder: Path, run: Run) ->
     (("tune.objective=likelihood",), ("tune.objective=dpo",)),
 ])
 def test_what_cannot_be_is_one_sentence(folder: Path, run: Run, options: tuple[str, ...], words: tuple[str, ...]) -> None:
-    left = [option for option in OPTIONS if option.split("=")[0] not in {given.split("=")[0] for given in options}]
-    one_sentence(run("train", *left, *options, "out_dir=out", "trainer.max_steps=2"), *words)
+    other_options = [option for option in OPTIONS if option.split("=")[0] not in {each.split("=")[0] for each in options}]
+    one_sentence(run("train", *other_options, *options, "out_dir=out", "trainer.max_steps=2"), *words)
     assert not Path("out/checkpoints").exists()
 
 
@@ -231,21 +231,22 @@ def test_what_cannot_be_is_one_sentence(folder: Path, run: Run, options: tuple[s
 
 
 def short_answers(model: RWKV, questions: list[str]) -> float:
-    """The share of answers, eight to each question at temperature 1, that are right and short."""
+    """Returns the share of right and short answers, of eight to each question at temperature 1."""
     template = chat_template("world")
-    asked = [question for question in questions for _ in range(8)]
-    prompts = [template.render([{"role": "user", "content": question}]) for question in asked]
+    repeated = [question for question in questions for _ in range(8)]
+    prompts = [template.render([{"role": "user", "content": question}]) for question in repeated]
     answers = generate_batch(model, ByteTokenizer(), prompts, 8, seeds=range(len(prompts)), temperature=1.0, top_p=1.0)
-    return fmean(answer.text.strip() == question[0] for question, answer in zip(asked, answers, strict=True))
+    return fmean(answer.text.strip() == question[0] for question, answer in zip(repeated, answers, strict=True))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("method", METHODS)
 def test_the_shorter_of_two_right_answers_is_preferred_to_new_questions(folder: Path, run: Run, method: str) -> None:
-    """The base has seen both as often: the letter, and the letter with a word before it."""
+    """The base has seen both answers equally often: the letter, and the letter after a word."""
     questions = [f"{one}{two}?" for one in "abcdefgh" for two in "abcdefgh"]
     random.Random(0).shuffle(questions)
-    talks = [{"prompt": question, "completion": said} for question in questions for said in (question[0], f"the {question[0]}")]
+    talks = [{"prompt": question, "completion": answer} for question in questions
+             for answer in (question[0], f"the {question[0]}")]
     pairs = [{"prompt": question, "chosen": question[0], "rejected": f"the {question[0]}"} for question in questions]
     Path("talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))

@@ -1,4 +1,4 @@
-"""tune=lora and tune=state as runs: what their checkpoints hold, how they are read, continued, converted and refused."""
+"""Tests runs of tune=lora and tune=state: what checkpoints contain, how they are read, continued, converted and refused."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cach
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With base7.safetensors, base4.safetensors and talks.jsonl."""
+    """Enters a folder with base7.safetensors, base4.safetensors and talks.jsonl."""
     for name in ("rwkv4", "rwkv7"):
         byte_model(tmp_path / f"base{name[-1]}.safetensors", name)
     talks = [{"prompt": f"{number} and one?", "completion": str(number + 1)} for number in range(12)]
@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def tuned(run: Run, *options: str, base: str = "base7.safetensors") -> Path:
+def tune_model(run: Run, *options: str, base: str = "base7.safetensors") -> Path:
     status, _, error = run("train", *OPTIONS, f"init_from={base}", "out_dir=out", "trainer.max_steps=3", *options)
     assert status == 0, error
     return Path("out")
@@ -54,15 +54,15 @@ def tuned(run: Run, *options: str, base: str = "base7.safetensors") -> Path:
     pytest.param("base4.safetensors", ("tune.base=bfloat16",), marks=pytest.mark.soak),
 ])
 def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base: str, options: tuple[str, ...]) -> None:
-    out = tuned(run, "tune=lora", "tune.rank=2", *options, base=base)
-    held = torch.load(out / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
-    assert held
-    assert all("lora" in name for name in held)
+    out = tune_model(run, "tune=lora", "tune.rank=2", *options, base=base)
+    weights = torch.load(out / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    assert weights
+    assert all("lora" in name for name in weights)
     adapters = load_file(out / "adapter/adapter_model.safetensors")
-    described = json.loads((out / "adapter/adapter_config.json").read_text())
-    assert {f"base_model.{name}" for name in held} == adapters.keys()
+    adapter_config = json.loads((out / "adapter/adapter_config.json").read_text())
+    assert {f"base_model.{name}" for name in weights} == adapters.keys()
     assert "base_model.model.blocks.0.att.key.lora_A.weight" in adapters
-    assert all(any(f"{module}.lora" in name for name in adapters) for module in described["target_modules"])
+    assert all(any(f"{module}.lora" in name for name in adapters) for module in adapter_config["target_modules"])
 
     for name in ("merged.pth", "merged.safetensors", "merged.ckpt", "merged"):
         convert(out, folder / name)
@@ -71,7 +71,7 @@ def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base
     assert all(torch.equal(other.head.weight, merged.head.weight) for other in others)
     ids = tokens(model)
     before, _ = model(ids)
-    add_adapters(model, described["target_modules"], described["r"], described["lora_alpha"])
+    add_adapters(model, adapter_config["target_modules"], adapter_config["r"], adapter_config["lora_alpha"])
     model.load_state_dict({name.removeprefix("base_model.model."): tensor for name, tensor in adapters.items()}, strict=False)
     apart, _ = model(ids)
     assert (merged(ids)[0] - apart).norm() < 3e-6 * apart.norm()
@@ -82,8 +82,8 @@ def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base
 @pytest.mark.programs
 @pytest.mark.parametrize("base", ["base4.safetensors", "base7.safetensors"])
 def test_the_probe_measures_y_alone_where_nothing_before_the_operator_is_trained(folder: Path, run: Run, base: str) -> None:
-    """Adapters on ffn.key alone: layer 0's operator comes before the first of them. The report is written too."""
-    out = tuned(run, "tune=lora", "tune.modules=[ffn.key]", "trainer.probe=true", base=base)
+    """Adapters are on ffn.key alone, so none comes before the operator of layer 0. The report is written, too."""
+    out = tune_model(run, "tune=lora", "tune.modules=[ffn.key]", "trainer.probe=true", base=base)
     errors = json.loads((out / "kernel.json").read_text())["errors"]
     for when in ("start", "end"):
         first, second, *_ = (layer["errors"] for layer in errors[when]["layers"])
@@ -116,7 +116,7 @@ def peft() -> None:
 ])
 def test_peft_reads_and_merges_an_adapter_as_we_do(folder: Path, run: Run, peft: None, base: str,
                                                    options: tuple[str, ...]) -> None:
-    out = tuned(run, "tune=lora", "tune.rank=2", *options, base=base)
+    out = tune_model(run, "tune=lora", "tune.rank=2", *options, base=base)
     convert(folder / base, folder / "base.pth")
     convert(out, folder / "ours.pth")
     reader = Path(__file__).with_name("peft_reader.py")
@@ -132,7 +132,7 @@ def test_peft_reads_and_merges_an_adapter_as_we_do(folder: Path, run: Run, peft:
 @pytest.mark.programs
 @pytest.mark.parametrize("options", [(), ("trainer.tbptt=2",), ("tune.base=int8", "trainer.precision=bf16-mixed")])
 def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options: tuple[str, ...]) -> None:
-    out = tuned(run, "tune=state", *options)
+    out = tune_model(run, "tune=state", *options)
     base, model = RWKV.from_pretrained("base7.safetensors"), RWKV.from_pretrained(out)
     states = torch.load(out / "time_state.pth", weights_only=True)
     assert list(states) == [f"blocks.{layer}.att.time_state" for layer in range(3)]
@@ -155,12 +155,12 @@ def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options
 
 @pytest.mark.programs
 def test_a_state_is_trained_on_from_another(folder: Path, run: Run) -> None:
-    """From a file of any program, from weights with a state beside them, and from a run. A tiny rate hardly changes it."""
+    """The state comes from a file of any program, a checkpoint with a state, or a run. A tiny rate hardly changes the state."""
     random = torch.Generator().manual_seed(0)
     begin = {f"blocks.{layer}.att.time_state": 0.1 * torch.randn(2, 64, 64, generator=random) for layer in range(3)}
     torch.save(begin, "begin.pth")
     save_file({name: state.mT.half().contiguous() for name, state in begin.items()}, "begin.st")
-    out = tuned(run, "tune=state", "tune.state=begin.pth", "optim.lr=1e-6")
+    out = tune_model(run, "tune=state", "tune.state=begin.pth", "optim.lr=1e-6")
     trained = torch.load(out / "time_state.pth", weights_only=True)
     assert all(torch.allclose(trained[name], begin[name], atol=1e-4) for name in begin)
     convert(out, folder / "both.pth")
@@ -183,13 +183,13 @@ def test_a_state_is_trained_on_from_another(folder: Path, run: Run) -> None:
     (("tune=lora", "tune.rank=2", "trainer.tbptt=2"), ()), (("tune=state",), ()),
     (("tune=lora", "tune.base=int8", "trainer.tbptt=2"), ("data.batch_size=1", "trainer.accumulate=2"))])
 def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...], alone: tuple[str, ...]) -> None:
-    """In int8 the one process reads rows one at a time, as each of the two does: float32 products of several rows have other
-    last bits, and one of these may round an input to its other neighbour, 1/63 of its row's largest.
+    """In int8 the one process reads rows one at a time, as each of the two does. Float32 products of several rows have other
+    last bits, which may round an input to another value, 1/63 of the row's largest away.
     """
     arguments = (*OPTIONS, *options, "init_from=base7.safetensors", "trainer.max_steps=6", "trainer.val_every=3")
     for name, more in (("one", alone), ("two", ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))):
-        done = finish(start(folder, "train", *arguments, *more, f"out_dir={name}"))
-        assert done.status == 0, done.error
+        result = finish(start(folder, "train", *arguments, *more, f"out_dir={name}"))
+        assert result.status == 0, result.error
     for name in ("train/loss", "val/loss"):
         assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=1e-5)
     one, two = (torch.load(folder / name / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for name in ("one", "two"))
@@ -212,8 +212,8 @@ def test_what_cannot_be_tuned_is_refused(folder: Path, run: Run) -> None:
 
 @pytest.mark.programs
 def test_the_frozen_weights_must_be_there_and_be_those_that_they_were(folder: Path, run: Run) -> None:
-    """Missing ones are no damage of the run; the run's own, merged, would have its adapter twice."""
-    out = tuned(run, "tune=lora", "tune.rank=2")
+    """A missing base does not damage the run. A merged base is refused, because the adapter would be added twice."""
+    out = tune_model(run, "tune=lora", "tune.rank=2")
     base = folder / "base7.safetensors"
     base.rename(folder / "elsewhere")
     one_sentence(run("train", *OPTIONS, "resume=out", "trainer.max_steps=4"), "base7.safetensors", "cannot read the base")
@@ -230,7 +230,7 @@ def test_the_frozen_weights_must_be_there_and_be_those_that_they_were(folder: Pa
 @pytest.mark.programs
 @pytest.mark.parametrize("method", ["lora", "state"])
 def test_a_run_that_ended_before_its_files_were_written_writes_them(folder: Path, run: Run, method: str) -> None:
-    out = tuned(run, f"tune={method}")
+    out = tune_model(run, f"tune={method}")
     files = [*out.glob("adapter/*"), *out.glob("*.safetensors"), *out.glob("*.pth")]
     for file in files:
         file.unlink()
@@ -253,35 +253,35 @@ def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
 
 @pytest.mark.programs
 def test_the_losses_of_a_run_on_a_bfloat16_file_are_those_of_what_is_read(folder: Path, run: Run) -> None:
-    """Where a program or tune.base rounds the sums again, it says how much of the change is left."""
+    """Where a program's dtype or tune.base rounds the sums again, a line says so."""
     convert(folder / "base7.safetensors", folder / "half.safetensors", "bfloat16")
-    out = tuned(run, "tune=lora", "tune.rank=2", "optim.lr=1e-4", base="half.safetensors")
-    held = torch.load(out / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    out = tune_model(run, "tune=lora", "tune.rank=2", "optim.lr=1e-4", base="half.safetensors")
+    weights = torch.load(out / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     apart = RWKV.from_pretrained("half.safetensors", mmap=False)
     add_adapters(apart, (), 2, 32.0)
-    apart.load_state_dict({name.removeprefix("model."): tensor for name, tensor in held.items()}, strict=False)
+    apart.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()}, strict=False)
     ids = tokens(apart, T=40)
-    trained, before, read = (model(ids)[0] for model in (apart.eval(), RWKV.from_pretrained("half.safetensors"),
-                                                         RWKV.from_pretrained(out)))
-    assert (read - trained).norm() < 0.01 * (before - trained).norm()
-    said = {}
+    trained, before, merged = (model(ids)[0] for model in (apart.eval(), RWKV.from_pretrained("half.safetensors"),
+                                                           RWKV.from_pretrained(out)))
+    assert (merged - trained).norm() < 0.01 * (before - trained).norm()
+    reported = {}
     for dtype in ("float32", "bfloat16"):
         status, _, error = run("generate", "checkpoint=out", "prompt=a", "max_new_tokens=1", f"dtype={dtype}")
         assert status == 0, error
-        said[dtype] = "training survives" in error
+        reported[dtype] = "training survives" in error
         status, _, plan = run("train", *OPTIONS, "tune=lora", "init_from=out", "plan=true", f"tune.base={dtype}")
         assert status == 0, plan
-        assert ("rounds the adapters" in plan) == said[dtype]
-    assert said == {"float32": False, "bfloat16": True}
+        assert ("rounds the adapters" in plan) == reported[dtype]
+    assert reported == {"float32": False, "bfloat16": True}
 
 
 @pytest.mark.programs
 def test_a_step_that_is_read_in_passes_is_continued_by_the_same_command(folder: Path, run: Run) -> None:
-    """4 rows of 256 positions are 2 passes of 512; the plan says so, and the run counts steps of 4 rows."""
+    """4 rows of 256 positions are 2 passes of 512 positions. The plan says so, and the run counts steps of 4 rows."""
     options = ("tune=lora", "tune.rank=2", "model.ctx_len=256", "data.batch_size=4", "trainer.val_every=3")
-    out = tuned(run, *options)
-    saved = read_checkpoint(out / "checkpoints/last.ckpt").run or {}
-    assert (saved["data"]["batch_size"], saved["trainer"]["accumulate"]) == (2, 2)
+    out = tune_model(run, *options)
+    run_config = read_checkpoint(out / "checkpoints/last.ckpt").run or {}
+    assert (run_config["data"]["batch_size"], run_config["trainer"]["accumulate"]) == (2, 2)
     status, _, error = run("train", *OPTIONS, *options, "init_from=base7.safetensors", "out_dir=whole", "trainer.max_steps=5")
     assert status == 0
     assert "data.batch_size=2 trainer.accumulate=2" in error
@@ -295,10 +295,10 @@ def test_a_step_that_is_read_in_passes_is_continued_by_the_same_command(folder: 
 
 
 def test_the_memory_of_released_shapes_is_planned_by_what_is_frozen() -> None:
-    """RWKV-7 0.1b, a step of 8 rows of 512 in passes of one: in bytes, beside half a GB of program and libraries."""
+    """The estimates are for RWKV-7 0.1b with passes of one row of 512 tokens."""
     sizes = ModelConfig(generation="rwkv7", n_layer=12, n_embd=768, ctx_len=512)
-    found = {(method, base): estimate(TrainConfig(model=sizes, data=DataConfig(name="chat", batch_size=1),
-                                                  trainer=TrainerConfig(malloc="small"),
-                                                  tune=TuneConfig(method=method, base=base)), 65536).total / 1e9
-             for method, base in (("full", "float32"), ("lora", "float32"), ("state", "float32"), ("lora", "int4"))}
-    assert found["lora", "int4"] < found["state", "float32"] < found["lora", "float32"] < 0.4 * found["full", "float32"]
+    need = {(method, base): estimate(TrainConfig(model=sizes, data=DataConfig(name="chat", batch_size=1),
+                                                 trainer=TrainerConfig(malloc="small"),
+                                                 tune=TuneConfig(method=method, base=base)), 65536).total / 1e9
+            for method, base in (("full", "float32"), ("lora", "float32"), ("state", "float32"), ("lora", "int4"))}
+    assert need["lora", "int4"] < need["state", "float32"] < need["lora", "float32"] < 0.4 * need["full", "float32"]
