@@ -42,7 +42,10 @@ SHORT_BENCH = "--only conv1d --shape 2,64,32 --seconds 0.01"
 
 
 class Rule(NamedTuple):
-    """pattern: regular expression for the start of a command. more: arguments to add. why_not: why the command is not run."""
+    """Says how commands that begin with the regular expression `pattern` are run.
+
+    The arguments `more` are added to a command. `why_not` is the reason why a command is not run.
+    """
 
     pattern: str
     more: str = ""
@@ -123,8 +126,8 @@ def text(path: Path) -> None:
     path.write_text("".join(f"{' '.join(chance.choices(WORDS, k=8))}.\n" for _ in range(400)), encoding="utf-8")
 
 
-def lines(path: Path, *found: object) -> None:
-    path.write_text("".join(json.dumps(each) + "\n" for each in found), encoding="utf-8")
+def lines(path: Path, *objects: object) -> None:
+    path.write_text("".join(json.dumps(each) + "\n" for each in objects), encoding="utf-8")
 
 
 def texts(path: Path) -> None:
