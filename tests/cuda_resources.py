@@ -36,7 +36,7 @@ class Resources(NamedTuple):
 
 
 def sources() -> list[Source]:
-    """Returns every `Source` of kernels/*/cuda_*.py, and its variants for wider heads and bfloat16 if it has them."""
+    """Returns every `Source` of kernels/*/cuda_*.py, and the variants for wider heads and bfloat16 that a source has."""
     modules = [importlib.import_module(f"kernels.{path.parent.name}.{path.stem}")
                for path in sorted(ROOT.glob("kernels/*/cuda_*.py"))]
     result = [value for module in modules for value in vars(module).values() if isinstance(value, Source)]

@@ -64,7 +64,7 @@ class NumpyRWKV4:
         return (sigmoid(r) * wkv) @ self.weights[f"{name}.output.weight"].T, a, b
 
     def wkv(self, name: str, k: ndarray, v: ndarray, state: LayerState) -> tuple[ndarray, ndarray, ndarray]:
-        """Returns the average of v so far, weighted by e^k, of k and v (B,T,A).
+        """Returns the average of v (B,T,A) so far, weighted by e^k, and the new a and b.
 
         Older weights decay, and the newest weight is multiplied by e^u.
         """

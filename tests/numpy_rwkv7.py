@@ -105,7 +105,10 @@ class NumpyRWKV7:
 
 
 def wkv(r: ndarray, w: ndarray, k: ndarray, v: ndarray, kk: ndarray, rate: ndarray, S: ndarray) -> tuple[ndarray, ndarray]:
-    """Computes S_t = S_{t-1} (diag(w) - kk (kk rate)^T) + v k^T and y_t = S_t r_t, for r to rate of shape (B,T,H,N)."""
+    """Computes S_t = S_{t-1} (diag(w) - kk (kk rate)^T) + v k^T and y_t = S_t r_t.
+
+    All inputs but S have the shape (B,T,H,N).
+    """
     y = np.empty_like(v)
     for t in range(v.shape[1]):
         transition = np.eye(v.shape[-1]) * w[:, t, :, None, :] - kk[:, t, ..., :, None] * (kk * rate)[:, t, ..., None, :]

@@ -53,7 +53,7 @@ def check_once(wkv: Any, *case: Any) -> str | None:
 
 
 def one_sentence(result: tuple[int, str, str], *words: str) -> None:
-    """Checks the report of a user's mistake: exit status 2, no standard output, and one error line that contains all words.
+    """Checks the report of a user's mistake: exit status 2, no standard output, and one error line that has all `words`.
 
     Lines about what the program loads may precede the error line.
     """

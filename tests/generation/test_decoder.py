@@ -135,7 +135,7 @@ def test_few_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_
 
 @IN_BOTH
 def test_an_int8_weight_is_in_memory_once_until_two_orders_are_needed() -> None:
-    """Training needs only FBGEMM's order of the weight, and a text of a few words needs only rows."""
+    """Training needs the weight only in FBGEMM's order, and a text of a few words needs the weight only row by row."""
     weight = torch.randn(40, 64)
     trained = Int8Linear(weight, in_c=False)
     trained(torch.randn(3, 64))

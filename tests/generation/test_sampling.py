@@ -111,7 +111,7 @@ def test_a_draw_is_that_of_float64_also_of_equal_tokens(draw: Draw | None, value
                                                         ban: bool) -> None:
     """Draws are compared at any temperature, where weights of different logits may be equal.
 
-    Random numbers within rounding of a bound are left out.
+    A case within rounding of a bound is left out.
     """
     options = Sampling(temperature, top_k, top_p, min_p, logit_bias=biases, banned=(0,) if ban else (), order=order)
     biased = np.array(values, dtype=np.float32)

@@ -51,20 +51,20 @@ def lora_weights(seed: int, out: int = 32) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with base.safetensors, three tuned states, a state file and two LoRA adapters."""
-    made = tmp_path_factory.mktemp("adapters")
+    target = tmp_path_factory.mktemp("adapters")
     model = small_model("reference", vocab_size=256, n_embd=32, generation="rwkv7")
-    model.save_pretrained(made / "base.safetensors", BYTES)
+    model.save_pretrained(target / "base.safetensors", BYTES)
     for seed, name in enumerate(("calm", "wild")):
-        write_run(made / name, made / "base.safetensors", "state", states(seed))
-    write_run(made / "lora", made / "base.safetensors", "lora", lora_weights(0))
-    write_run(made / "strong", made / "base.safetensors", "lora", lora_weights(0), alpha=16.0)
-    save_context(made / "read.safetensors", prefill(model, torch.tensor([[*b"read"]]))._replace(last_ids=(*b"read",)), model,
+        write_run(target / name, target / "base.safetensors", "state", states(seed))
+    write_run(target / "lora", target / "base.safetensors", "lora", lora_weights(0))
+    write_run(target / "strong", target / "base.safetensors", "lora", lora_weights(0), alpha=16.0)
+    save_context(target / "read.safetensors", prefill(model, torch.tensor([[*b"read"]]))._replace(last_ids=(*b"read",)), model,
                  BYTES)
     foreign = {name: state.half().float() for name, state in states(7).items()}
-    torch.save(foreign, made / "foreign.pth")
-    save_file({name: state.mT.half().contiguous() for name, state in foreign.items()}, made / "foreign.st")
-    write_run(made / "foreign", made / "base.safetensors", "state", foreign)
-    return made
+    torch.save(foreign, target / "foreign.pth")
+    save_file({name: state.mT.half().contiguous() for name, state in foreign.items()}, target / "foreign.st")
+    write_run(target / "foreign", target / "base.safetensors", "state", foreign)
+    return target
 
 
 OPTIONS = ("adapters=calm=calm,wild=wild", "adapters=lora=lora", "adapters=read=read.safetensors,foreign=foreign.st",
@@ -117,13 +117,13 @@ def test_models_in_one_batch_give_the_texts_that_each_gives_alone(server: Runnin
 
 @pytest.mark.programs
 def test_a_tuned_state_of_another_program_is_uploaded(server: Running, folder: Path) -> None:
-    """An uploaded .safetensors needs the parameter `state_layout`, because an upload has no file name."""
+    """The parameter `state_layout` tells the layout of an uploaded .safetensors, because an upload has no file name."""
     texts = set()
     with client(server) as api:
         for name, parameters in (("foreign.pth", {}), ("foreign.st", {"state_layout": "transposed"})):
-            made = api.post("/states", params=parameters, content=(folder / name).read_bytes(), headers=FILE).json()
-            assert (made["model"], made["tokens"]) == ("base", 0)
-            texts |= {complete(api, "base", prompt, state=made["id"])["choices"][0]["text"] for prompt in (PROMPT, "")}
+            state = api.post("/states", params=parameters, content=(folder / name).read_bytes(), headers=FILE).json()
+            assert (state["model"], state["tokens"]) == ("base", 0)
+            texts |= {complete(api, "base", prompt, state=state["id"])["choices"][0]["text"] for prompt in (PROMPT, "")}
         assert texts == {text_alone(folder, "foreign", prompt, 3) for prompt in (PROMPT, "")}
         for name, parameters, words in (("foreign.st", {}, "state_layout="), ("foreign.st", {"state_layout": "x"}, "official"),
                                         ("read.safetensors", {"state_layout": "official"}, "state_layout"),
@@ -153,24 +153,24 @@ def test_a_state_belongs_to_the_model_that_has_read_it_also_after_a_restart(serv
         return text
 
     with client(server) as api:
-        made = {name: api.post("/states", json={"model": name, "prompt": "begin"}).json() for name in NAMES}
-        assert {name: state["model"] for name, state in made.items()} == {name: name for name in NAMES}
-        texts = {name: go_on(api, name, state["id"]) for name, state in made.items()}
+        new_states = {name: api.post("/states", json={"model": name, "prompt": "begin"}).json() for name in NAMES}
+        assert {name: state["model"] for name, state in new_states.items()} == {name: name for name in NAMES}
+        texts = {name: go_on(api, name, state["id"]) for name, state in new_states.items()}
         assert texts == {name: text_alone(folder, name, "begin and", 5) for name in NAMES}
         for name in NAMES:
             for other in {*NAMES} - {name}:
-                check_error(api.post("/completions", json={"model": other, "prompt": "a", "state": made[name]["id"]}), "state")
-        content = api.get(f"/states/{made['lora']['id']}/content").content
+                check_error(api.post("/completions", json={"model": other, "prompt": "a", "state": new_states[name]["id"]}), "state")
+        content = api.get(f"/states/{new_states['lora']['id']}/content").content
         again = api.post("/states", content=content, headers={"content-type": "application/octet-stream"}).json()
         assert (again["model"], go_on(api, "lora", again["id"])) == ("lora", texts["lora"])
-    wait_until(lambda: all((folder / "kept" / f"{state['id']}.safetensors").exists() for state in made.values()))
+    wait_until(lambda: all((folder / "kept" / f"{state['id']}.safetensors").exists() for state in new_states.values()))
     shutil.copytree(folder / "kept", folder / "copied")          # the first server still uses its folder
     later = start("checkpoint=" + str(folder / "base.safetensors"), f"adapters=quiet={folder}/calm,twin={folder}/wild",
                   f"adapters=wild={folder}/wild,lora={folder}/strong,weak={folder}/lora", f"states_dir={folder}/copied",
                   "api_key=one")
     with client(later) as api:
         for name, now in (("base", "base"), ("calm", "quiet"), ("lora", "weak"), ("wild", "wild")):
-            assert go_on(api, now, made[name]["id"]) == texts[name]
+            assert go_on(api, now, new_states[name]["id"]) == texts[name]
         for name in ("wild", "read"):
             check_error(api.post("/completions", json={"model": "base", "prompt": "a", "state": made[name]["id"]}), "state")
 

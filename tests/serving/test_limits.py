@@ -75,7 +75,10 @@ def test_a_wrong_body_is_refused(api: httpx.Client, path: str) -> None:
 
 
 def test_a_small_server_names_its_limits(start: Callable[..., Running]) -> None:
-    """The limits are of tokens (by default, a text has as many), prompts, states, connections and the origins of pages."""
+    """The limits are of tokens, prompts, states, connections and origins.
+
+    By default, a text has as many tokens as the limit allows.
+    """
     server = start("max_tokens=3", "max_prompt_tokens=30", "states_mib=0", "max_connections=2", "cors=https://page.example")
     with socket.create_connection(("127.0.0.1", server.port)), socket.create_connection(("127.0.0.1", server.port)):
         head = server.exchange(b"").partition(b"\r\n\r\n")[0]

@@ -182,7 +182,7 @@ def test_what_a_server_tells_of_itself(server: Running) -> None:
 
 
 def test_log_probabilities_of_several_texts_are_the_same_again(client: "openai.OpenAI") -> None:
-    """They are the same to the last bit, whole or as a stream, because the texts of a request begin together.
+    """The log-probabilities are the same to the last bit, whole or as a stream, because the texts of a request begin together.
 
     Products of more rows may differ in their last bits.
     """

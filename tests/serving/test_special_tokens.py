@@ -1,6 +1,6 @@
 """Tests of a server whose tokenizer writes words with their space, and has special tokens.
 
-They are texts, echo, log-probabilities and chats.
+The tests ask for texts, echo, log-probabilities and chats.
 """
 
 from collections.abc import Iterator

@@ -115,7 +115,10 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"
 
 
 def request_of(name: str) -> dict[str, Any]:
-    """Returns the request of a conversation. An answer that is to be cut off is cut off at its end."""
+    """Returns the request of a conversation.
+
+    If the conversation's reason is `length`, the limit of tokens ends the answer where the written text ends.
+    """
     length = len(ROWS[question(name)]) - 2
     return {"model": MODEL, "messages": [{"role": "user", "content": question(name)}], "temperature": 0, "tools": TOOLS,
             "max_tokens": length + (TALKS[name].reason != "length"), **TALKS[name].options}
