@@ -40,7 +40,7 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
-if importlib.util.find_spec("hypothesis"):               # often missing on machines with GPUs
+if importlib.util.find_spec("hypothesis"):               # hypothesis is often missing on machines with GPUs
     from hypothesis import settings
 
     settings.register_profile("timemix", deadline=None)  # no test depends on timing

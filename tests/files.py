@@ -19,7 +19,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 NAMES = {"pth": "model.pth", "ckpt": "model.ckpt", "safetensors": "model.safetensors", "huggingface": "model",
          "ggmf": "model.bin", "gguf": "model.gguf"}                      # formats that store float32
 HELD = [(generation, format) for generation in GENERATIONS for format in NAMES if (generation, format) != ("rwkv4", "gguf")]
-OFFICIAL = ("pth", "ckpt", "safetensors")        # formats that store every tensor of the official files
+OFFICIAL = ("pth", "ckpt", "safetensors")        # these formats store every tensor of a .pth in the author's format
 SIZES: dict[str, dict[str, int]] = {"rwkv4": {}, "rwkv7": {"n_embd": 128, "head_size": 64}}      # sizes for every format
 each_held = pytest.mark.parametrize(("generation", "format"), HELD)
 

@@ -35,7 +35,7 @@ WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "a
 LENGTH = "trainer.max_steps=3"
 STEPS = f"{LENGTH} trainer.val_every=3 trainer.checkpoint_every=3 trainer.val_tokens=200 trainer.sample_tokens=4"
 SIZE = "model.n_layer=1 model.n_embd=64 model.ctx_len=32"
-TRAIN = f"{STEPS} logger=csv data.cache_dir=cache"       # for a model from a file, whose size is given
+TRAIN = f"{STEPS} logger=csv data.cache_dir=cache"       # a model from a file has its size already
 ANEW = f"{TRAIN} {SIZE}"
 LITTLE_TEXT = "data.val_fraction=0.2"
 SHORT_BENCH = "--only conv1d --shape 2,64,32 --seconds 0.01"

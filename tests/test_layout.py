@@ -75,7 +75,7 @@ RULES = (
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
     Rule(r"rwkv\.serving\.(?!(engine\.worker|states\.store)$).*",
          r"torch|rwkv\.(generation(?!\.(grammar|request|stopping))|model|pretrained|checkpoint)"),
-    Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # it gets its operator
+    Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # a model is given its operator
     Rule(r"rwkv\.(cli(\.\w+)?|config(\.\w+)?|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report|doctor|smoke|completion))",
          r"torch|lightning|hydra|numpy",
          at_import_only=True),
@@ -84,7 +84,7 @@ RULES = (
 
 class Import(NamedTuple):
     module: str
-    waits: bool                          # runs only when a function runs, or for a type checker
+    waits: bool                          # the import runs only when a function runs, or for a type checker
 
 
 def module_of(path: Path) -> str:

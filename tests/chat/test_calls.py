@@ -61,7 +61,8 @@ def test_several_calls_are_a_list_after_what_was_said() -> None:
 
 @pytest.mark.parametrize(("parameters", "shown"), [
     (None, '"arguments":{}'), ({}, '"arguments":{}'), ({"type": "object"}, '"arguments":{}'),
-    ({"city": {"type": "str"}}, '"arguments":{"city":{"type":"str"}}'),              # not a schema, as in xlam's data
+    # these parameters are no schema, as in xlam's data
+    ({"city": {"type": "str"}}, '"arguments":{"city":{"type":"str"}}'),
     ({"type": "object", "properties": CITY, "required": ["city"]}, '"arguments":{"city":{"type":"string"}}'),
     ({"properties": {**CITY, "day": {}}, "required": ["city"]},
      '"arguments":{"city":{"type":"string"},"day":{}},"required":["city"]'),

@@ -63,7 +63,7 @@ def test_what_is_learnt_is_the_answers_letter_by_letter(talks: Corpus) -> None:
                 flags.append(learnt)
         assert split.tokens[:].tolist() == ids
         assert split.learnt[:].tolist() == flags
-        assert split.learnt_bytes == sum(flags) - len(chosen)        # without end_of_text
+        assert split.learnt_bytes == sum(flags) - len(chosen)        # end_of_text has no bytes
     assert next(annotated_conversations(train, talks.tokenizer)) == "User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"
 
 

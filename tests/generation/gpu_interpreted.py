@@ -226,7 +226,7 @@ def test_graphs_of_a_warm_up_serve_every_later_decoder(generation: str) -> None:
 def test_after_an_engines_warm_up_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("reference", generation="rwkv4", vocab_size=257, n_layer=1, n_embd=16, n_ffn=16).requires_grad_(False)
     monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
-    monkeypatch.setattr(engine_module, "prefill", lambda model, tokens: None)    # long prompts take long here
+    monkeypatch.setattr(engine_module, "prefill", lambda model, tokens: None)    # the interpreter is slow with long prompts
     engine = Engine(model, ByteTokenizer())
     engine.warm_up(2)
     step = step_of(model)

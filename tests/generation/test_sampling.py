@@ -217,7 +217,7 @@ def test_the_distribution_is_that_of_float64(V: int, temperature: float, top_k: 
 def test_banned_tokens_never_come_and_biased_ones_more_often(draw: Draw | None) -> None:
     assert support(draw, banned=(1, 3)) == {0, 2}
     assert support(draw, temperature=0, logit_bias={0: 5.0}) == {0}
-    assert support(draw, logit_bias={1: -100, 2: -100}) == {0, 3}              # integer biases
+    assert support(draw, logit_bias={1: -100, 2: -100}) == {0, 3}              # the biases are integers
     counts = np.bincount(draw_tokens(draw, torch.tensor(PROBABILITIES).log(), logit_bias={0: math.log(4)}), minlength=4)
     assert chi_square(counts, np.array([0.4, 0.4, 0.2, 0.3]) / 1.3) < 16.3
 

@@ -153,26 +153,26 @@ def test_a_state_belongs_to_the_model_that_has_read_it_also_after_a_restart(serv
         return text
 
     with client(server) as api:
-        new_states = {name: api.post("/states", json={"model": name, "prompt": "begin"}).json() for name in NAMES}
-        assert {name: state["model"] for name, state in new_states.items()} == {name: name for name in NAMES}
-        texts = {name: go_on(api, name, state["id"]) for name, state in new_states.items()}
+        saved = {name: api.post("/states", json={"model": name, "prompt": "begin"}).json() for name in NAMES}
+        assert {name: state["model"] for name, state in saved.items()} == {name: name for name in NAMES}
+        texts = {name: go_on(api, name, state["id"]) for name, state in saved.items()}
         assert texts == {name: text_alone(folder, name, "begin and", 5) for name in NAMES}
         for name in NAMES:
             for other in {*NAMES} - {name}:
-                check_error(api.post("/completions", json={"model": other, "prompt": "a", "state": new_states[name]["id"]}), "state")
-        content = api.get(f"/states/{new_states['lora']['id']}/content").content
+                check_error(api.post("/completions", json={"model": other, "prompt": "a", "state": saved[name]["id"]}), "state")
+        content = api.get(f"/states/{saved['lora']['id']}/content").content
         again = api.post("/states", content=content, headers={"content-type": "application/octet-stream"}).json()
         assert (again["model"], go_on(api, "lora", again["id"])) == ("lora", texts["lora"])
-    wait_until(lambda: all((folder / "kept" / f"{state['id']}.safetensors").exists() for state in new_states.values()))
+    wait_until(lambda: all((folder / "kept" / f"{state['id']}.safetensors").exists() for state in saved.values()))
     shutil.copytree(folder / "kept", folder / "copied")          # the first server still uses its folder
     later = start("checkpoint=" + str(folder / "base.safetensors"), f"adapters=quiet={folder}/calm,twin={folder}/wild",
                   f"adapters=wild={folder}/wild,lora={folder}/strong,weak={folder}/lora", f"states_dir={folder}/copied",
                   "api_key=one")
     with client(later) as api:
         for name, now in (("base", "base"), ("calm", "quiet"), ("lora", "weak"), ("wild", "wild")):
-            assert go_on(api, now, new_states[name]["id"]) == texts[name]
+            assert go_on(api, now, saved[name]["id"]) == texts[name]
         for name in ("wild", "read"):
-            check_error(api.post("/completions", json={"model": "base", "prompt": "a", "state": made[name]["id"]}), "state")
+            check_error(api.post("/completions", json={"model": "base", "prompt": "a", "state": saved[name]["id"]}), "state")
 
 
 @pytest.mark.programs

@@ -426,7 +426,7 @@ def test_a_folder_that_cannot_be_written_and_a_full_disk(start: Callable[..., Ru
     states_dir = tmp_path / "kept"
     server, other = start(f"states_dir={states_dir}"), start(f"states_dir={states_dir}")
     for process in [server.process.pid, *children(server.process.pid)]:
-        resource.prlimit(process, resource.RLIMIT_FSIZE, (2500, resource.RLIM_INFINITY))     # less than a state
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (2500, resource.RLIM_INFINITY))     # a state has more bytes
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api, httpx.Client(base_url=f"{other.url}/v1") as second:
         state = make_state(api, prompt="kept in memory")["id"]
         elsewhere = make_state(second, prompt="elsewhere")["id"]

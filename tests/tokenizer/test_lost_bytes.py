@@ -75,7 +75,7 @@ def unigram(byte_fallback: bool) -> JsonTokenizer:
     return JsonTokenizer(library.to_str())
 
 
-# Counted
+# Counting
 
 
 @pytest.mark.parametrize(("tokenizer", "text", "expected", "unknown"), [

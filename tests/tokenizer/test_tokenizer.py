@@ -211,7 +211,8 @@ WRONG = {
     "other JSON": '{"a": 1}',
     "truncated": BPE.definition[:1000],
     "empty": "",
-    "a panic of the library": json.dumps(json.loads(BPE.definition) | {         # a BaseException that is no Exception
+    # the library raises a BaseException that is no Exception
+    "a panic of the library": json.dumps(json.loads(BPE.definition) | {
         "model": json.loads(BPE.definition)["model"] | {"continuing_subword_prefix": "longer than any token"}}),
 }
 
