@@ -307,6 +307,6 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
             reader.run("\n".join(block for block in python_blocks() if "client" in block))
 
 
-def test_every_rule_is_of_some_command() -> None:
+def test_every_rule_matches_some_command() -> None:
     used = {step.rule for step in chain.from_iterable(map(steps, PAGES))}
     assert [rule.pattern for rule in RULES if rule not in used] == []

@@ -134,7 +134,7 @@ def test_the_worst_of_several_rows_is_one_out_of_bounds() -> None:
 
 
 @pytest.mark.thorough
-def test_a_row_of_the_table_of_files_is_out_of_its_bounds_where_a_weight_is_another(tmp_path: Path) -> None:
+def test_a_row_of_the_table_of_files_is_out_of_its_bounds_if_a_weight_differs(tmp_path: Path) -> None:
     """No other programs are needed, because rows that they write or run are absent."""
     np.save(tmp_path / "small.npy", random_tokens(KINDS["small"])[0, :8])
     path, weights = official(tmp_path, "rwkv7a.pth", "small", deep_embed(KINDS["small"]))

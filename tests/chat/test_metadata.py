@@ -135,16 +135,16 @@ def test_each_kind_of_answer_has_its_file_or_else_the_usual_one(tmp_path: Path) 
     assert [generation_in(folder, **kind).sampling["temperature"] for kind in kinds] == [0.1] * 4
 
 
-@pytest.mark.parametrize("value", ['"stop_strings": 5', '"stop_strings": ["a", ""]', '"stop_strings": [3]',
+@pytest.mark.parametrize("fields", ['"stop_strings": 5', '"stop_strings": ["a", ""]', '"stop_strings": [3]',
                                     '"max_new_tokens": 0', '"max_new_tokens": 1.5', '"max_new_tokens": "many"',
                                     '"max_new_tokens": true', '"max_new_tokens": NaN', '"max_new_tokens": Infinity'])
-def test_a_wrong_stop_or_limit_names_the_file(tmp_path: Path, value: str) -> None:
+def test_a_wrong_stop_or_limit_names_the_file(tmp_path: Path, fields: str) -> None:
     folder = Path(directory(tmp_path / "model"))
-    (folder / "generation_config.json").write_text(f"{{{value}}}")
+    (folder / "generation_config.json").write_text(f"{{{fields}}}")
     with pytest.raises(UserError) as error:
         generation_in(folder)
     assert "generation_config.json" in str(error.value)
-    assert value.split('"')[1] in str(error.value)
+    assert fields.split('"')[1] in str(error.value)
 
 
 def test_a_damaged_file_is_a_users_error(tmp_path: Path) -> None:

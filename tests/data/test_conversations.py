@@ -85,9 +85,9 @@ def test_all_forms_are_the_same_conversation(tmp_path: Path, line: Any) -> None:
     assert texts_of(actual) == ["User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"]
 
 
-def texts_of(actual: Corpus) -> list[str]:
-    assert actual.conversations is not None
-    return list(annotated_conversations(actual.conversations[0], actual.tokenizer))
+def texts_of(data: Corpus) -> list[str]:
+    assert data.conversations is not None
+    return list(annotated_conversations(data.conversations[0], data.tokenizer))
 
 
 @pytest.mark.parametrize(("line", "text"), [

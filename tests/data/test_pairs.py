@@ -186,7 +186,7 @@ def test_rows_hold_whole_pairs_once(tmp_path_factory: pytest.TempPathFactory, le
     assert torch.equal(again.x, rows.__getitems__([0]).x)
 
 
-def test_pairs_that_are_too_long_are_said(tmp_path: Path) -> None:
+def test_pairs_that_are_too_long_are_reported(tmp_path: Path) -> None:
     prepared = corpus(tmp_path, [*ENTRIES, {"prompt": "long", "chosen": "x" * 200, "rejected": "no"}])
     assert prepared.conversations is not None
     assert "1 pair longer than model.ctx_len=80" in rows_of(prepared.conversations[0], 80).describe()

@@ -139,7 +139,7 @@ def test_what_the_tokenizer_loses_is_counted(library: DataConfig, tokenizer: Jso
     assert "validation text" in str(prepared.describe_lost())
 
 
-def test_little_that_is_lost_is_said_and_the_bits_are_given(config: DataConfig) -> None:
+def test_a_small_loss_is_reported_and_the_bits_are_given(config: DataConfig) -> None:
     with_text(config, TEXT * 3 + "ä" + TEXT[-300:])
     prepared = prepare(config, 16, dropping(sorted(set(TEXT))))
     assert prepared.sizes.train_lost == Lost(0, prepared.sizes.train_bytes)
@@ -148,7 +148,7 @@ def test_little_that_is_lost_is_said_and_the_bits_are_given(config: DataConfig) 
     assert prepared.describe_lost()
 
 
-def test_nothing_lost_is_not_mentioned(config: DataConfig) -> None:
+def test_a_loss_of_nothing_is_not_mentioned(config: DataConfig) -> None:
     prepared = prepare(config, 16)
     assert (prepared.sizes.val_lost.bytes, prepared.describe_lost()) == (0, None)
 

@@ -117,7 +117,7 @@ def test_validation_predicts_every_token_once_in_order(config: DataConfig) -> No
 
 
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 9), seed=st.integers(0, 5))
-def test_every_number_once_in_each_epoch(size: int, batch_size: int, seed: int) -> None:
+def test_every_number_comes_once_in_each_epoch(size: int, batch_size: int, seed: int) -> None:
     numbers = [number for batch in ShuffleSampler(size, batch_size, 3 * size, seed) for number in batch]
     for start in range(0, len(numbers) - size + 1, size):
         assert sorted(numbers[start:start + size]) == list(range(start, start + size))

@@ -187,7 +187,7 @@ def test_the_end_of_the_reader_is_not_an_error(run: Run, files: tuple[str, ...])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_full_disk_is_told_after_the_files_are_written(run: Run) -> None:
+def test_a_full_disk_is_reported_after_the_files_are_written(run: Run) -> None:
     full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115  the program ends its use
     files = ("out=text.jsonl", "save_state=kept.safetensors")
     with redirect_stdout(full):

@@ -221,7 +221,7 @@ def test_another_server_s_options_on_a_server_without_thoughts(api: httpx.Client
                 "chat_template_kwargs.rwkv_generation_prompt")
 
 
-def test_slashes_too_many_change_no_address(server: Running) -> None:
+def test_extra_slashes_change_no_address(server: Running) -> None:
     for path in ("/v1/chat/completions/", "/v1//chat/completions", "//v1/chat/completions//"):
         answer = httpx.post(server.url + path, json=CHAT)
         assert (answer.status_code, answer.history) == (200, []), path

@@ -146,7 +146,7 @@ def test_a_state_is_followed_by_the_beginning_of_an_answer(server: Running) -> N
     assert by_state["choices"][0]["state"]
 
 
-def test_a_grammar_is_of_the_rest(server: Running) -> None:
+def test_a_grammar_applies_to_the_rest(server: Running) -> None:
     digits = ask(server, messages=chat("The year "), grammar={"syntax": "regex", "definition": "[0-9]{4}"})
     content = digits["choices"][0]["message"]["content"]
     assert content.isdigit()

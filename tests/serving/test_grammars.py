@@ -76,7 +76,7 @@ def test_parse_with_pydantic(g1_api: "openai.OpenAI") -> None:
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
-def test_thoughts_come_before(g1_api: "openai.OpenAI") -> None:
+def test_thoughts_come_before_an_answer(g1_api: "openai.OpenAI") -> None:
     for think in ("true", "fake"):
         message = ask(g1_api, response_format=form(CITY), max_tokens=2000, temperature=0.3,
                       extra_body={"chat_template_kwargs": {"think": think}},
@@ -87,7 +87,7 @@ def test_thoughts_come_before(g1_api: "openai.OpenAI") -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_that_have_to_come(g1_api: "openai.OpenAI", stream: bool) -> None:
+def test_calls_that_are_required_come(g1_api: "openai.OpenAI", stream: bool) -> None:
     tools = [tool("weather", CITY, strict=True), tool("time", TIME), tool("ping")]
     schemas = {"weather": CITY, "time": TIME, "ping": {"type": "object"}}
     for choice in ("required", {"type": "function", "function": {"name": "time"}}):
@@ -149,7 +149,7 @@ def test_a_blank_line_does_not_end_json(client: "openai.OpenAI") -> None:
     ({"grammar": "a"}, "grammar"),
     ({"tools": [tool("a"), tool("b", {"type": "object", "properties": {"x": {"if": {}}}})], "tool_choice": "required"},
      "tools[1].function.parameters.properties.x")])
-def test_what_cannot_be_held_to_is_a_400(g1: Running, options: dict[str, Any], param: str) -> None:
+def test_what_a_schema_cannot_enforce_is_a_400(g1: Running, options: dict[str, Any], param: str) -> None:
     answer = httpx.post(f"{g1.url}/v1/chat/completions", json={"messages": HELLO, **options})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]

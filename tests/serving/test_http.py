@@ -158,7 +158,7 @@ def test_each_answer_has_the_requests_id(server: Running, path: str, body: objec
     assert all(str(status) in line and path in line for line in logged)
 
 
-def test_an_id_that_is_none_is_not_given_back(server: Running) -> None:
+def test_an_invalid_id_is_not_returned(server: Running) -> None:
     for wrong in (b"", b"two words", b"a" * 513, "é".encode(), b"a\tb"):
         answer = server.exchange(GET + HOST + CLOSE + b"x-request-id: " + wrong + b"\r\n\r\n")
         assert request_id(answer).startswith("req_"), wrong

@@ -182,7 +182,7 @@ KEEPING = {
 
 @pytest.mark.parametrize("tokenizer", KEEPING.values(), ids=KEEPING)
 @given(text=st.one_of(st.text(), st.text("ab c\u2581é\u0301 ﬁ1234\u00a0\n.")))
-def test_what_is_said_to_be_kept_comes_back(tokenizer: JsonTokenizer, text: str) -> None:
+def test_a_text_that_a_tokenizer_keeps_comes_back(tokenizer: JsonTokenizer, text: str) -> None:
     """One space at the beginning may be lost: SentencePiece adds one."""
     counter = LossCounter(tokenizer)
     assert counter.keeps("plain text, 123\n")

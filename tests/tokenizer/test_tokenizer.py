@@ -136,7 +136,7 @@ def test_a_batch_is_encoded_as_each_text_alone() -> None:
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE, NEOX, FALLBACK], ids=kind)
 @given(text=st.text(st.sampled_from("ab1' \n\r\t\xa0\u2028\u0301é.=你😀"), max_size=80) | st.text(st.sampled_from("ab \n\t")),
        sizes=st.lists(st.integers(1, 9), min_size=1))
-def test_in_parts_as_whole(tokenizer: Tokenizer, text: str, sizes: list[int]) -> None:
+def test_a_text_is_encoded_in_parts_as_whole(tokenizer: Tokenizer, text: str, sizes: list[int]) -> None:
     ends = [0, *itertools.takewhile(lambda end: end < len(text), itertools.accumulate(itertools.cycle(sizes))), len(text)]
     parts = itertools.starmap(lambda start, end: text[start:end], itertools.pairwise(ends))
     assert [index for ids in tokenizer.encode_stream(parts) for index in ids] == tokenizer.encode(text)

@@ -71,7 +71,7 @@ def test_a_missing_library_is_reported_once(monkeypatch: pytest.MonkeyPatch, cap
 
 
 @given(text=st.text(st.sampled_from("abc€é\n"), max_size=60), size=st.integers(1, 40))
-def test_in_parts_as_whole_even_if_tokens_span_characters(text: str, size: int) -> None:
+def test_a_text_is_encoded_in_parts_as_whole_even_if_tokens_span_characters(text: str, size: int) -> None:
     tokenizer = WorldTokenizer(SPANNING.to_text())
     parts = [text[at:at + size] for at in range(0, len(text), size)]
     assert [index for ids in tokenizer.encode_stream(parts) for index in ids] == SPANNING.encode(text)
