@@ -1,4 +1,4 @@
-"""Options and fixtures for all tests: `pytest --device cuda`, uninitialised memory full of NaN for the tests of kernels, ...
+"""Defines the options and fixtures of all tests, such as `pytest --device cuda`, and memory full of NaN for tests of kernels.
 
 A test fails if it changes the clone's runs/, where its run would become the user's runs/latest.
 
@@ -40,7 +40,7 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
-if importlib.util.find_spec("hypothesis"):               # often missing on machines with GPUs
+if importlib.util.find_spec("hypothesis"):               # hypothesis is often missing on machines with GPUs
     from hypothesis import settings
 
     settings.register_profile("timemix", deadline=None)  # no test depends on timing
@@ -48,7 +48,7 @@ if importlib.util.find_spec("hypothesis"):               # often missing on mach
 
 
 CLONE_RUNS = Path(__file__).parent.parent / "runs"
-# Half a minute and more each, whatever their number of tests
+# Each of these files takes half a minute or more, whatever its number of tests
 LONGEST = ("generation/test_gpu.py", "kernels/test_triton.py", "training/sharding/test_fsdp.py", "training/test_ddp.py",
            "serving/test_state_store.py", "training/callbacks/test_divergence.py", "report/test_report.py",
            "serving/test_limits.py", "model/fused/test_fused_triton.py", "checkpoint/test_on_hub.py",
@@ -87,7 +87,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def runs_in(folder: Path) -> set[tuple[str, int]]:
-    """The name and modification time of each entry of a folder, without following links. Empty if there is no folder."""
+    """Returns the name and modification time of each entry of a folder, without following links.
+
+    The result is empty if there is no folder.
+    """
     if not folder.is_dir():
         return set()
     return {(entry.name, entry.stat(follow_symlinks=False).st_mtime_ns) for entry in os.scandir(folder)}
@@ -106,14 +109,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     from kernels.registry import load, why_not
 
-    chosen, left_out, unavailable = [], [], set()
+    chosen, deselected, unavailable = [], [], set()
     for item in items:
         mark = item.get_closest_marker("implementation")
         reason = mark and why_not(*mark.args, mark.kwargs.get("device", config.getoption("--device")))
         if mark and not reason and _is_compiled(load(*mark.args).REQUIRES):
             item.add_marker(pytest.mark.compiles)
         if reason and mark.args in unavailable:
-            left_out.append(item)
+            deselected.append(item)
             continue
         if reason:
             unavailable.add(mark.args)
@@ -123,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     longest = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in longest), "a file of LONGEST has moved"
     items[:] = sorted(chosen, key=lambda item: (longest.get(item.path, len(longest)), -slow[item.path]))
-    config.hook.pytest_deselected(items=left_out)
+    config.hook.pytest_deselected(items=deselected)
 
 
 def _is_compiled(requires: "Requires") -> bool:
@@ -143,14 +146,14 @@ def handlers() -> Iterator[None]:
 
 @pytest.fixture
 def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """torch without int8 matrix products, as on ARM."""
+    """Makes torch lack int8 matrix products, as on ARM."""
     import torch
 
     from kernels.registry import why_not
     from rwkv.model.quantized import matvec_for
 
     monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
-    yield from _asked_anew(monkeypatch, why_not, matvec_for)
+    yield from _with_cleared_caches(monkeypatch, why_not, matvec_for)
 
 
 @pytest.fixture
@@ -160,19 +163,19 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     from kernels.registry import why_not
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    yield from _asked_anew(monkeypatch, why_not)
+    yield from _with_cleared_caches(monkeypatch, why_not)
 
 
 @pytest.fixture
 def unavailable(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """For tests that make the C libraries unavailable through this MonkeyPatch; caches that depend on them are cleared."""
+    """Yields a MonkeyPatch for tests that make the C libraries unavailable, and clears the caches that depend on them."""
     from kernels import native
     from kernels.registry import why_not
 
-    yield from _asked_anew(monkeypatch, native._library, native.levels, why_not)
+    yield from _with_cleared_caches(monkeypatch, native._library, native.levels, why_not)
 
 
-def _asked_anew(patch: pytest.MonkeyPatch, *caches: Any) -> Iterator[pytest.MonkeyPatch]:
+def _with_cleared_caches(patch: pytest.MonkeyPatch, *caches: Any) -> Iterator[pytest.MonkeyPatch]:
     """Clears the caches before and after the test, because `patch` changes the values in them."""
     for cached in caches:
         cached.cache_clear()
@@ -189,7 +192,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def host(tmp_path_factory: pytest.TempPathFactory) -> "Host":
-    """Executes CUDA kernels on the CPU. Its compiled programs are kept for the whole test session."""
+    """Returns a host that executes CUDA kernels on the CPU, and keeps its compiled programs for the whole test session."""
     from cuda_host import Host, why_not
 
     reason = why_not()
@@ -200,7 +203,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> "Host":
 
 @pytest.fixture(scope="module")
 def poisoned_memory() -> Iterator[None]:
-    """torch.empty returns NaN, so that a test fails if a kernel does not write an element."""
+    """Makes torch.empty return NaN, so that a test fails if a kernel does not write an element."""
     import torch
 
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
@@ -214,7 +217,10 @@ def poisoned_memory() -> Iterator[None]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
-    """Runs programs in an empty directory. tests/programs.py is imported here because the tests of kernels do not need it."""
+    """Returns a function that runs programs in an empty directory.
+
+    tests/programs.py is imported here, because the tests of kernels do not need it.
+    """
     from programs import caller
 
     monkeypatch.chdir(tmp_path)

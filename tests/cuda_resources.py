@@ -25,7 +25,10 @@ class Kernel(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """Registers per thread; static shared memory per block, in bytes, to which a launch may add more; bytes spilled."""
+    """Counts the registers per thread, the bytes of static shared memory per block, and the bytes of spills.
+
+    A launch may add shared memory.
+    """
 
     registers: int
     shared: int
@@ -33,35 +36,35 @@ class Resources(NamedTuple):
 
 
 def sources() -> list[Source]:
-    """Every `Source` of every file kernels/*/cuda_*.py, and its variants for wider heads and bfloat16 if it has them."""
+    """Returns every `Source` of kernels/*/cuda_*.py, and the variants for wider heads and bfloat16 that a source has."""
     modules = [importlib.import_module(f"kernels.{path.parent.name}.{path.stem}")
                for path in sorted(ROOT.glob("kernels/*/cuda_*.py"))]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, Source)]
-    found += [source.variant(N=WIDE) for source in found if "N" in source.macros]
-    return [*found, *(source.variant(BFLOAT16=1) for source in found if "BFLOAT16" in source.macros)]
+    result = [value for module in modules for value in vars(module).values() if isinstance(value, Source)]
+    result += [source.variant(N=WIDE) for source in result if "N" in source.macros]
+    return [*result, *(source.variant(BFLOAT16=1) for source in result if "BFLOAT16" in source.macros)]
 
 
 def is_wide(source: Source) -> bool:
-    """Whether the source is a variant for wide heads, which takes a minute to compile."""
+    """Returns True if the source is a variant for wide heads, which takes a minute to compile."""
     return source.macros.get("N") == WIDE
 
 
 def name_of(source: Source) -> str:
-    """The source's file and macros, as a name without spaces."""
+    """Returns the source's file and macros, as a name without spaces."""
     macros = ",".join(f"{macro}={value}" for macro, value in source.macros.items())
     return source.path.relative_to(ROOT / "kernels").as_posix() + (macros and f":{macros}")
 
 
 def measure(source: Source, arch: str) -> dict[Kernel, Resources]:
-    """The resources of every kernel in `source`. Raises KernelUnavailable if it does not compile."""
+    """Returns the resources of every kernel in `source`. Raises KernelUnavailable if the source does not compile."""
     _, report = compile_cubin(source, arch)
-    found = {Kernel(name_of(source), name, arch): _resources(text) for name, text in KERNEL.findall(report)}
-    assert found, f"no kernel in ptxas's report:\n{report}"
-    return found
+    resources = {Kernel(name_of(source), name, arch): _resources(text) for name, text in KERNEL.findall(report)}
+    assert resources, f"no kernel in ptxas's report:\n{report}"
+    return resources
 
 
 def read_table() -> tuple[str, dict[Kernel, Resources]]:
-    """The committed table: the compiler's version, and the numbers."""
+    """Returns the compiler's version and the numbers of the committed table."""
     lines = [line.split() for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     (_, version), *rows = lines
     return version, {Kernel(source, name, arch): Resources(*map(int, numbers)) for name, arch, *numbers, source in rows}
@@ -72,8 +75,8 @@ def write_table() -> Iterator[str]:
     yield f"NVRTC {compiler_version()}"
     yield f"# {'kernel':14}{'arch':8}{'registers':>10}{'shared':>10}{'spilled':>10}   source and macros"
     for source in sources():
-        for kernel, taken in (row for arch in ARCHS for row in sorted(measure(source, arch).items())):
-            yield f"{kernel.name:16}{kernel.arch:8}{taken.registers:10}{taken.shared:10}{taken.spilled:10}   {kernel.source}"
+        for kernel, used in (row for arch in ARCHS for row in sorted(measure(source, arch).items())):
+            yield f"{kernel.name:16}{kernel.arch:8}{used.registers:10}{used.shared:10}{used.spilled:10}   {kernel.source}"
 
 
 def _resources(text: str) -> Resources:

@@ -1,4 +1,4 @@
-"""A value other than the default for each sampling option, for tests that try all options."""
+"""Lists a value other than the default for each sampling option, for tests that try all options."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Small models as files of each format that can store them, and checks that every loaded checkpoint must pass."""
+"""Writes small models as files of each format that can store them, and checks what every loaded checkpoint must satisfy."""
 
 import json
 import warnings
@@ -19,7 +19,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 NAMES = {"pth": "model.pth", "ckpt": "model.ckpt", "safetensors": "model.safetensors", "huggingface": "model",
          "ggmf": "model.bin", "gguf": "model.gguf"}                      # formats that store float32
 HELD = [(generation, format) for generation in GENERATIONS for format in NAMES if (generation, format) != ("rwkv4", "gguf")]
-OFFICIAL = ("pth", "ckpt", "safetensors")        # formats that store every tensor of the official files
+OFFICIAL = ("pth", "ckpt", "safetensors")        # these formats store every tensor of a .pth in the author's format
 SIZES: dict[str, dict[str, int]] = {"rwkv4": {}, "rwkv7": {"n_embd": 128, "head_size": 64}}      # sizes for every format
 each_held = pytest.mark.parametrize(("generation", "format"), HELD)
 
@@ -31,7 +31,7 @@ def byte_model(path: Path, generation: str = "rwkv7", seed: int = 0) -> None:
 
 
 def same_tensors(one: Weights, other: Weights) -> bool:
-    """Whether names, shapes, dtypes and values are equal, bit for bit."""
+    """Returns True if names, shapes, dtypes and values are equal, bit for bit."""
     return list(one) == list(other) and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
 
@@ -60,14 +60,16 @@ def hugging_face_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def loads(path: Path) -> bool:
-    """Whether the file loads as a complete model. False if loading raises UnusableFile, with one sentence that names the
-    file."""
+    """Returns True if the file loads as a complete model, and False if loading raises CheckpointError.
+
+    The error must be one sentence that names the file.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a damaged key of config.json may be an unknown key
         try:
             model = RWKV.from_pretrained(path, "reference")
-        except CheckpointError as refused:
-            sentence = str(refused)
+        except CheckpointError as error:
+            sentence = str(error)
         else:
             assert whole(model, path)
             return True

@@ -1,9 +1,8 @@
-"""Runs train.py in a process that is forked from one which has already imported torch and Lightning, so that it starts
-immediately.
+"""Runs train.py in a process that is forked from a process with torch and Lightning imported, so that it starts immediately.
 
 The process has its own id, signals and exit status, and saves the seconds that imports take. multiprocessing starts the server
-process from which the others are forked when the first one is requested. Each process imports this file, so it has no slow
-imports.
+process, from which the others are forked, when the first process is requested. Each process imports this file, so it has no
+slow imports.
 """
 
 import multiprocessing.context
@@ -19,7 +18,7 @@ METHOD = "forkserver"                    # start method of multiprocessing
 
 
 def preloaded() -> multiprocessing.context.BaseContext:
-    """The multiprocessing context whose processes are forked from one that has imported what training needs."""
+    """Returns the multiprocessing context whose processes are forked from a process that has imported what training needs."""
     context = multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(["rwkv.training.fit"])
     return context
@@ -32,12 +31,12 @@ def free_port() -> int:
 
 
 class Forked:
-    """The part of subprocess.Popen's interface that tests use."""
+    """Runs train.py in a forked process, with the part of subprocess.Popen's interface that tests use."""
 
     def __init__(self, folder: Path, arguments: tuple[str, ...], environment: dict[str, str], largest: int | None) -> None:
-        """largest: the maximum size of a file in bytes, to simulate a full disk."""
-        self._said = [folder / f".{name}-{os.urandom(4).hex()}" for name in ("output", "error")]
-        self._process = preloaded().Process(target=_work, args=(folder, arguments, environment, largest, self._said))
+        """Starts the process. `largest` is the maximum size of a file in bytes, to simulate a full disk."""
+        self._logs = [folder / f".{name}-{os.urandom(4).hex()}" for name in ("output", "error")]
+        self._process = preloaded().Process(target=_work, args=(folder, arguments, environment, largest, self._logs))
         self._process.start()
 
     @property
@@ -61,13 +60,13 @@ class Forked:
     def communicate(self, timeout: float) -> tuple[str, str]:
         self._process.join(timeout)
         assert self.returncode is not None, "it takes too long"
-        output, error = (path.read_text(encoding="utf-8") for path in self._said)
-        for path in self._said:
+        output, error = (path.read_text(encoding="utf-8") for path in self._logs)
+        for path in self._logs:
             path.unlink()
         return output, error
 
 
-def _work(folder: Path, arguments: tuple[str, ...], environment: dict[str, str], largest: int | None, said: list[Path]) -> None:
+def _work(folder: Path, arguments: tuple[str, ...], environment: dict[str, str], largest: int | None, logs: list[Path]) -> None:
     import resource
 
     import torch
@@ -75,9 +74,9 @@ def _work(folder: Path, arguments: tuple[str, ...], environment: dict[str, str],
     if largest is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    for number, path in enumerate(said, start=1):
+    for number, path in enumerate(logs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    multiprocessing.set_start_method(None, force=True)           # the system's own, for what it starts
+    multiprocessing.set_start_method(None, force=True)           # train.py starts its own processes with the system's method
     os.chdir(folder)
     os.environ.update(environment)
     torch.set_num_threads(1)

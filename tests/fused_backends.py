@@ -1,5 +1,7 @@
-"""The checks of test_model_conformance.py, also used for GPU implementations: an implementation against the formulas in
-float64."""
+"""Checks an implementation of the fused layers against the formulas in float64.
+
+test_model_conformance.py and the tests of GPU implementations use these checks.
+"""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +30,7 @@ def use(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def results(model: RWKV, case: str, half: bool = False) -> dict[str, Tensor]:
-    """The head's input, the final state, and the gradients of the trained parameters and of the initial state, in float64."""
+    """Returns the head's input, the final state, and the gradients of the parameters and of the initial state, in float64."""
     model = copy.deepcopy(model)
     dtype, read = model.emb.weight.dtype, tokens(model, 2, 9)
     generator = torch.Generator().manual_seed(0)
@@ -67,22 +69,25 @@ def check_training(generation: str, backend: str, case: str, half: bool, monkeyp
         expected, plain = results(copy.deepcopy(model).double(), case), results(model, case, half)
     with monkeypatch.context() as patch:
         use(backend, patch)
-        found = errors(results(model, case, half), expected)
+        actual = errors(results(model, case, half), expected)
     allowed = errors(plain, expected)
     floor = 1e-2 if half else 2e-6
-    misses = {name: (error, allowed[name]) for name, error in found.items() if not error <= factor * allowed[name] + floor}
+    misses = {name: (error, allowed[name]) for name, error in actual.items() if not error <= factor * allowed[name] + floor}
     assert not misses, misses
 
 
 @torch.no_grad()
 def check_step(model: RWKV, decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """The largest error of each row's logits. Rows without logits must have the right state."""
+    """Returns the largest error of each row's logits.
+
+    Asserts that rows with the right logits have the right state.
+    """
     several = tokens(model, B=3, T=6)
     with monkeypatch.context() as patch:
         use("formulas", patch)
         expected, after = exact(model)(several)
     steps = decoder(model, model.empty_state(3))
-    off = torch.stack([(steps.step(several[:, t]) - expected[:, t]).abs().amax(-1) for t in range(6)]).amax(0)
-    right = (off <= 2e-5).nonzero().flatten().tolist()
+    largest_errors = torch.stack([(steps.step(several[:, t]) - expected[:, t]).abs().amax(-1) for t in range(6)]).amax(0)
+    right = (largest_errors <= 2e-5).nonzero().flatten().tolist()
     assert_same_state(steps.state(right), after.rows(right), 1e-4)
-    return off
+    return largest_errors

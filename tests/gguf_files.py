@@ -1,4 +1,4 @@
-"""GGUF files with matrices of any type, written and read by the package gguf."""
+"""Writes and reads GGUF files with matrices of any type, with the package gguf."""
 
 import re
 from collections.abc import Container, Sequence
@@ -23,7 +23,7 @@ NEEDS_SUFFIX = ("receptance", "key", "value", "output", "ln_x", "ln1", "ln2")
 
 
 def random_blocks(kind: str, rows: int, width: int, seed: int) -> ndarray:
-    """Random blocks, (rows, bytes per row), whose values have a root mean square of width^-0.5."""
+    """Returns random blocks (rows, bytes per row) whose values have a root mean square of width^-0.5."""
     elements, nbytes = gguf.GGML_QUANT_SIZES[KINDS[kind]]
     random = np.random.default_rng(seed)
     data = random.integers(0, 256, (rows * width // elements, nbytes), dtype=np.uint8)
@@ -38,9 +38,9 @@ def random_blocks(kind: str, rows: int, width: int, seed: int) -> ndarray:
 
 def rewritten(source: Path, target: Path, kind: str | Sequence[str] | None = None,
               metadata: dict[str, Any] | None = None) -> Path:
-    """Copies the file with random blocks of this type as large matrices, and with these strings or numbers in its metadata.
+    """Copies the file with random blocks as large matrices, and with these strings or numbers in its metadata.
 
-    kind: one type, or several that are used alternately.
+    `kind` is the type of the blocks, or several types that are used alternately.
     """
     kinds = cycle([kind] if isinstance(kind, str) else kind or [])
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "rwkv7")
@@ -71,10 +71,10 @@ def in_parts(source: Path, folder: Path, most_tensors: int, **options: Any) -> l
 
 
 def add_fields(writer: gguf.GGUFWriter, reader: gguf.GGUFReader, but: Container[str] = ()) -> None:
-    """Copies the reader's metadata, except these names and the architecture, which the writer adds itself."""
-    for name, held in reader.fields.items():
+    """Copies the reader's metadata, except the names in `but` and the architecture, which the writer adds itself."""
+    for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture" and name not in but:
-            writer.add_key_value(name, held.contents(), held.types[0], held.types[-1] if len(held.types) > 1 else None)
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
 
 
 def write(writer: gguf.GGUFWriter) -> None:
@@ -85,7 +85,7 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 
 def official_weights(path: Path) -> dict[str, ndarray]:
-    """The file's weights by their official names, read with the package's reader and without code of rwkv/."""
+    """Returns the file's weights by their official names, read with the package's reader and without code of rwkv/."""
     reader = gguf.GGUFReader(path)
     head_size = reader.fields["rwkv7.wkv.head_size"].contents()
     weights: dict[str, ndarray] = {}

@@ -25,7 +25,7 @@ MAIN = "main"
 
 @dataclass
 class Repository:
-    """files: contents by path. token: required of clients; None for a public repository. card: the model card's fields."""
+    """A repository: its files by path, the token that clients need (None if it is public), and the model card's fields."""
 
     files: dict[str, bytes]
     token: str | None = None
@@ -42,8 +42,10 @@ class Repository:
 
 
 class HubServer(ThreadingHTTPServer):
-    """repositories: by name. requests: (method, path, Range) so far. cut: bytes after which a response with a file breaks
-    off."""
+    """Serves repositories by name.
+
+    `requests` lists (method, path, Range) of each request so far. A response with a file breaks off after `cut` bytes.
+    """
 
     daemon_threads = True
 
@@ -58,7 +60,7 @@ class HubServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def downloads(self) -> list[str]:
-        """The paths of the files that have been sent, without the repositories' names."""
+        """Returns the paths of the files that have been sent, without the repositories' names."""
         return [path.partition("/resolve/")[2].partition("/")[2] for method, path, _ in self.requests
                 if method == "GET" and "/resolve/" in path]
 
@@ -102,8 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": repository.commit,
                    "Accept-Ranges": "bytes"}
         status, start = 200, 0
-        if (asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")):
-            status, start = 206, int(asked[1])
+        if (range_match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")):
+            status, start = 206, int(range_match[1])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self._send(status, content[start:], headers)
 
@@ -137,7 +139,7 @@ def hub_server(repositories: dict[str, Repository]) -> Iterator[HubServer]:
 
 
 def environment(endpoint: str, home: Path, **more: str) -> dict[str, str]:
-    """The environment of a process that downloads from `endpoint` into a cache in `home`."""
+    """Returns the environment of a process that downloads from `endpoint` into a cache in `home`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     return {**inherited, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "no_proxy": "*",
             "PYTHONPATH": str(ROOT), **more}

@@ -1,5 +1,7 @@
-"""Every implementation of an operator as a pytest parameter, with the mark that conftest.py reads; and cached reference results
-for all implementations that are compared with them."""
+"""Makes pytest parameters of the implementations of an operator, with the mark that conftest.py reads.
+
+Also caches reference results for all implementations that are compared with them.
+"""
 
 import hashlib
 from collections.abc import Callable
@@ -15,25 +17,31 @@ from kernels.select import folder, selectable
 
 
 def implementation(operator: str, name: str, *values: Any) -> Any:
-    """A pytest parameter with `values`, by default the name, for tests of that implementation on the device of --device."""
+    """Returns a pytest parameter with `values`, by default the name, for tests of that implementation on the device of
+    --device.
+    """
     return pytest.param(*(values or (name,)), marks=pytest.mark.implementation(folder(operator, name), name),
                         id=name if not values else f"{operator}-{name}")
 
 
 def implementations(operator: str) -> list[Any]:
-    """A parameter for every implementation in the operator's folder."""
+    """Returns a parameter for every implementation in the operator's folder."""
     return [implementation(operator, name) for name in names(operator)]
 
 
 def kernels(operator: str) -> list[Any]:
-    """A parameter for every name that select accepts for the operator, including kernels of another operator that it can
-    use."""
+    """Returns a parameter for every name that select accepts for the operator.
+
+    The names include kernels of another operator that the operator can use.
+    """
     return [implementation(operator, name) for name in selectable(operator)]
 
 
 def compiled_in_soak(parameters: list[Any], *more: str) -> list[Any]:
-    """The parameters, with the mark soak on those that torch.compile compiles, which takes seconds, and on those with one of
-    `more` in their name."""
+    """Returns the parameters, and marks some of them as soak.
+
+    These are the parameters that torch.compile compiles, which takes seconds, and those with one of `more` in their name.
+    """
     kinds = ("torch_compile", *more)
     return [one for each in parameters
             for one in (in_soak(each) if any(kind in str(each.values) for kind in kinds) else [each])]
@@ -48,13 +56,13 @@ def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[Any, Any] = {}
 
     @wraps(function)
-    def recalled(*arguments: Any) -> Any:
+    def call_cached(*arguments: Any) -> Any:
         key = _content(arguments)
         if key not in known:
             known[key] = function(*arguments)
         return known[key]
 
-    return recalled
+    return call_cached
 
 
 def _content(value: Any) -> Any:

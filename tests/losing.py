@@ -1,4 +1,4 @@
-"""Tokenizers that lose characters which their vocabulary lacks."""
+"""Makes tokenizers that lose characters which their vocabulary lacks."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from rwkv.tokenizer.tokenizers import END_OF_TEXT, JsonTokenizer
 
 
 def dropping(characters: Iterable[str]) -> JsonTokenizer:
-    """A tokenizer with a token for each of the characters, which drops all others."""
+    """Returns a tokenizer with a token for each of the characters, which drops all others."""
     library = tokenizers.Tokenizer(models.BPE(vocab=_numbered([END_OF_TEXT, *characters]), merges=[]))
     library.decoder = decoders.Fuse()
     library.add_special_tokens([END_OF_TEXT])
@@ -17,7 +17,7 @@ def dropping(characters: Iterable[str]) -> JsonTokenizer:
 
 
 def with_unknown(characters: Iterable[str], special: bool = True) -> JsonTokenizer:
-    """A tokenizer with a token for each of the characters, and an unknown token for all others."""
+    """Returns a tokenizer with a token for each of the characters, and an unknown token for all others."""
     vocabulary = _numbered([END_OF_TEXT, "[UNK]", *characters])
     library = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="[UNK]"))
     library.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""Small models of every architecture in which every weight affects the output, and the kernels that can run them here."""
+"""Makes small models of every architecture, in which every weight affects the output, and lists kernels that can run them."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -34,12 +34,12 @@ each_form = pytest.mark.parametrize(("generation", "kernel"), [    # one kernel 
 
 
 def reasons(operator: str = "wkv4") -> dict[str, str | None]:
-    """Every selectable kernel, with the reason why it cannot run on this machine's CPU; None if it can."""
+    """Returns, for every selectable kernel, the reason why it cannot run on this machine's CPU, or None if it can."""
     return {name: why_not(folder(operator, name), name) for name in selectable(operator)}
 
 
 def kernels(operator: str = "wkv4") -> list[Any]:
-    """Every selectable kernel as a parameter, for tests on the CPU; conftest.py leaves out those that cannot run."""
+    """Returns every selectable kernel as a parameter for tests on the CPU. conftest.py leaves out kernels that cannot run."""
     return [pytest.param(name, marks=pytest.mark.implementation(folder(operator, name), name, device="cpu"))
             for name in selectable(operator)]
 
@@ -50,7 +50,10 @@ def small_config(generation: str = "rwkv4", **sizes: int) -> ModelConfig:
 
 def small_model(kernel: str = "reference", vocab_size: int = 50, seed: int = 0, generation: str = "rwkv4",
                 **sizes: int) -> RWKV:
-    """A model with logits of order 1: matrices that start at zero, norms and token-shift weights are randomised."""
+    """Returns a model with logits of order 1.
+
+    Matrices that start at zero, norms and token-shift weights are randomised.
+    """
     torch.manual_seed(seed)
     model = RWKV(small_config(generation, **sizes), vocab_size, select(OPERATORS[generation], kernel)).init_weights()
     with torch.no_grad():
@@ -74,7 +77,7 @@ class Rounding(nn.Module):
 
 
 def in_format(model: RWKV, format: str) -> RWKV:
-    """Converts the model's matrices to a format of kernels/matvec, without gradients; GGUF's blocks are random."""
+    """Converts the model's matrices to a format of kernels/matvec, without gradients. Blocks of GGUF's formats are random."""
     model = model.requires_grad_(False).eval()
     if format in BLOCKS:
         generator = torch.Generator().manual_seed(0)
@@ -86,7 +89,7 @@ def in_format(model: RWKV, format: str) -> RWKV:
 
 
 def exact(model: RWKV) -> RWKV:
-    """The model in float64, with the same roundings as its weight format."""
+    """Returns the model in float64, with the same roundings as its weight format."""
     doubled = copy.deepcopy(model).double()
     for name, layer in model.named_modules():
         if isinstance(layer, LINEAR):
@@ -96,12 +99,12 @@ def exact(model: RWKV) -> RWKV:
 
 
 def saying(*rows: str) -> RWKV:
-    """A byte model that predicts, after each character of a row, the next one."""
+    """Returns a byte model that predicts, after each character of a row, the next character."""
     return following(256, *(list(row.encode()) for row in rows))
 
 
 def following(vocab_size: int, *rows: list[int], n_embd: int = 16) -> RWKV:
-    """A model that predicts, after each token of a row, the next one."""
+    """Returns a model that predicts, after each token of a row, the next token."""
     model = small_model("conv1d", vocab_size=vocab_size, n_embd=n_embd)
     with torch.no_grad():
         model.head.weight.zero_()
@@ -119,10 +122,10 @@ def following(vocab_size: int, *rows: list[int], n_embd: int = 16) -> RWKV:
 
 
 def writing(*rows: list[bytes], ends: bool = True, n_embd: int = 64) -> tuple[RWKV, WorldTokenizer]:
-    """A model that generates, after each token of a row, the next one, and then end-of-text unless ends=False; and its
-    tokenizer.
+    """Returns a model and its tokenizer.
 
-    Each token may occur only once in a row.
+    After each token of a row, the model generates the next token, and then end-of-text unless ends=False. Each token may occur
+    only once in a row.
     """
     vocabulary = world_vocabulary(sorted({token for row in rows for token in row}))
     ids = {token: index for index, token in enumerate(vocabulary.tokens)}
@@ -132,7 +135,7 @@ def writing(*rows: list[bytes], ends: bool = True, n_embd: int = 64) -> tuple[RW
 
 
 def world_vocabulary(tokens: Iterable[bytes]) -> Vocabulary:
-    """A World vocabulary of all single bytes, followed by the longer ones of the tokens."""
+    """Returns a World vocabulary of all single bytes, followed by the longer ones of the tokens."""
     singles = [bytes([value]) for value in range(256)]
     return Vocabulary([b"", *singles, *(token for token in tokens if len(token) > 1)])
 
@@ -142,7 +145,7 @@ def tokens(model: RWKV, B: int = 2, T: int = 24, seed: int = 1) -> Tensor:
 
 
 def as_values(state: State) -> dict[str, Tensor]:
-    """The state in a unique representation: many (a, b, p) of RWKV-4 represent the same a/b and p + log b."""
+    """Returns the state in a unique representation, because many (a, b, p) of RWKV-4 represent the same a/b and p + log b."""
     parts = state.named()
     if "p" in parts:
         a, b, p = (parts.pop(name) for name in "abp")
@@ -154,15 +157,17 @@ def assert_same_state(actual: State, expected: State, atol: float = 1e-4) -> Non
     torch.testing.assert_close(as_values(actual), as_values(expected), rtol=0, atol=atol, check_dtype=False)
 
 
-def assert_same_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], error: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+def assert_same_gradients(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], error: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
         assert float((gradient - expected[name]).norm()) <= error * float(expected[name].norm()), name
 
 
 def saved_activations(module: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """The bytes that autograd saves for the backward pass of forward(), without the module's parameters; a storage counts
-    once."""
+    """Returns the bytes that autograd saves for the backward pass of forward(), without the module's parameters.
+
+    A storage counts once.
+    """
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     sizes: dict[int, int] = {}
 

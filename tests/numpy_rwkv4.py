@@ -23,7 +23,7 @@ class LayerState(NamedTuple):
 
 
 class NumpyRWKV4:
-    """model(tokens (B,T), state=None) -> (logits (B,T,V), state). The state is a list of one LayerState per layer."""
+    """Computes model(tokens (B,T), state=None) -> (logits (B,T,V), state). The state is a list of one LayerState per layer."""
 
     def __init__(self, weights: Mapping[str, ndarray]) -> None:
         self.weights = {name: np.asarray(tensor, dtype=np.float64).squeeze() for name, tensor in weights.items()}
@@ -64,8 +64,10 @@ class NumpyRWKV4:
         return (sigmoid(r) * wkv) @ self.weights[f"{name}.output.weight"].T, a, b
 
     def wkv(self, name: str, k: ndarray, v: ndarray, state: LayerState) -> tuple[ndarray, ndarray, ndarray]:
-        """k, v (B,T,A) -> the average of v so far, weighted by e^k; older weights decay, and the newest is multiplied by
-        e^u."""
+        """Returns the average of v (B,T,A) so far, weighted by e^k, and the new a and b.
+
+        Older weights decay, and the newest weight is multiplied by e^u.
+        """
         u, decay = self.weights[f"{name}.time_first"], np.exp(-np.exp(self.weights[f"{name}.time_decay"]))
         a, b, out = state.a, state.b, np.empty_like(k)
         for t in range(k.shape[1]):
@@ -86,7 +88,7 @@ class NumpyRWKV4:
 
 
 def shifted(x: ndarray, before: ndarray) -> ndarray:
-    """x (B,T,C) shifted by one step: `before` (B,C) comes first, and the last step is dropped."""
+    """Returns x (B,T,C) shifted by one step: `before` (B,C) comes first, and the last step is dropped."""
     return np.concatenate([before[:, None], x[:, :-1]], axis=1)
 
 

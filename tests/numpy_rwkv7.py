@@ -22,9 +22,9 @@ class LayerState(NamedTuple):
 
 
 class NumpyRWKV7:
-    """model(tokens (B,T), state=None) -> (logits (B,T,V), state). The state is a list of one LayerState per layer.
+    """Computes model(tokens (B,T), state=None) -> (logits (B,T,V), state). The state is a list of one LayerState per layer.
 
-    epsilon: of the norm of each head.
+    `epsilon` is that of the norm of each head.
     """
 
     def __init__(self, weights: Mapping[str, ndarray], epsilon: float = 64e-5) -> None:
@@ -47,7 +47,7 @@ class NumpyRWKV7:
         return [LayerState(x, np.zeros((B, self.H, self.N, self.N)), x)] * self.n_layer
 
     def deep_matrices(self, name: str, tokens: ndarray, embedded: ndarray) -> ndarray | None:
-        """RWKV-7a's matrix (R,R) of each token."""
+        """Returns RWKV-7a's matrix (R,R) of each token, or None if the model has none."""
         if f"{name}.s_emb.weight" not in self.weights:
             return None
         rows = self.weights[f"{name}.s_emb.weight"][tokens] + embedded @ self.weights[f"{name}.s_emb_x.weight"].T
@@ -72,7 +72,7 @@ class NumpyRWKV7:
         return centred(x, epsilon) * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"]
 
     def mix(self, name: str, x: ndarray, before: ndarray) -> ndarray:
-        """x_t + (x_{t-1} - x_t) mu: mu is the weight of the previous step."""
+        """Returns x_t + (x_{t-1} - x_t) mu, where mu is the weight of the previous step."""
         past = np.concatenate([before[:, None], x[:, :-1]], axis=1)
         return x + (past - x) * self.weights[name]
 
@@ -105,7 +105,10 @@ class NumpyRWKV7:
 
 
 def wkv(r: ndarray, w: ndarray, k: ndarray, v: ndarray, kk: ndarray, rate: ndarray, S: ndarray) -> tuple[ndarray, ndarray]:
-    """All (B,T,H,N): S_t = S_{t-1} (diag(w) - kk (kk rate)^T) + v k^T, and y_t = S_t r_t."""
+    """Computes S_t = S_{t-1} (diag(w) - kk (kk rate)^T) + v k^T and y_t = S_t r_t.
+
+    All inputs but S have the shape (B,T,H,N).
+    """
     y = np.empty_like(v)
     for t in range(v.shape[1]):
         transition = np.eye(v.shape[-1]) * w[:, t, :, None, :] - kk[:, t, ..., :, None] * (kk * rate)[:, t, ..., None, :]

@@ -19,7 +19,7 @@ _checked: dict[tuple[Any, ...], str | None] = {}
 
 
 def composed(program: str, *arguments: str) -> Any:
-    """The configuration of a program with these arguments."""
+    """Returns the configuration of a program with these arguments."""
     schema = PROGRAMS[program][1]
     line = cli.split(list(arguments), schema)
     cli.check(line, schema)
@@ -27,7 +27,7 @@ def composed(program: str, *arguments: str) -> Any:
 
 
 def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """run("train", "kernel=conv1d", ...) -> exit status, standard output, standard error."""
+    """Returns run("train", "kernel=conv1d", ...), which returns the exit status, standard output and standard error."""
     return lambda program, *arguments: (status_of(monkeypatch, program, *arguments), *capsys.readouterr())
 
 
@@ -45,17 +45,17 @@ def status_of(patch: pytest.MonkeyPatch, program: str, *arguments: str) -> int:
 
 
 def check_once(wkv: Any, *case: Any) -> str | None:
-    """kernel_check.check, which takes up to half a second: once for each kernel in this process."""
+    """Calls kernel_check.check, which takes up to half a second, once for each kernel and case in this process."""
     key = wkv.name, *case
     if key not in _checked:
         _checked[key] = check(wkv, *case)
     return _checked[key]
 
 
-def one_sentence(result: tuple[int, str, str], *said: str) -> None:
-    """Checks the report of a user's mistake: exit status 2, no standard output, and one error line that contains all of `said`.
+def one_sentence(result: tuple[int, str, str], *words: str) -> None:
+    """Checks the report of a user's mistake: exit status 2, no standard output, and one error line that has all `words`.
 
-    Lines about what the program loads may precede it.
+    Lines about what the program loads may precede the error line.
     """
     status, output, error = result
     assert (status, output) == (2, "")
@@ -64,5 +64,5 @@ def one_sentence(result: tuple[int, str, str], *said: str) -> None:
     assert error.endswith("\n")
     assert error.count("\n") == 1
     assert "Traceback" not in error
-    for part in said:
+    for part in words:
         assert part in error

@@ -7,7 +7,7 @@ OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def closed(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
-    """The schema of an object with only these properties, by default all required."""
+    """Returns the schema of an object with only these properties, by default all required."""
     return {"type": "object", "properties": properties, "additionalProperties": False,
             "required": [*properties] if required is None else required}
 
@@ -68,22 +68,23 @@ KEYWORDS: list[dict[str, Any]] = [
 SCHEMAS = TOOLS + KEYWORDS
 
 
-def drawn(random: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A random schema of up to three levels."""
+def random_schema(random: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Returns a random schema of up to three levels."""
     nested = ["object", "array", "anyOf"] * 2 if depth < 2 else []
     kind = random.choice(["string", "integer", "number", "enum", "pattern", "format", "boolean", *nested])
     if kind == "object" or depth == 0:
         names = random.sample(["id", "name", "a b", "ключ", "x-y", "n/m", "q\"", "kind"], random.randint(0, 4))
-        properties = {name: drawn(random, depth + 1) for name in names}
+        properties = {name: random_schema(random, depth + 1) for name in names}
         more = random.choice([False, False, {"type": "integer", "maximum": 99, "minimum": 0}])
-        found = {"type": "object", "properties": properties, "additionalProperties": more,
-                 "required": random.sample(names, random.randint(0, len(names)))}
-        return found if more is False else {**found, "required": names, "maxProperties": len(names) + 2}
+        schema = {"type": "object", "properties": properties, "additionalProperties": more,
+                  "required": random.sample(names, random.randint(0, len(names)))}
+        return schema if more is False else {**schema, "required": names, "maxProperties": len(names) + 2}
     if kind == "array":
         least = random.randint(0, 2)
-        return {"type": "array", "items": drawn(random, depth + 1), "minItems": least, "maxItems": least + random.randint(0, 2)}
+        return {"type": "array", "items": random_schema(random, depth + 1), "minItems": least,
+                "maxItems": least + random.randint(0, 2)}
     if kind == "anyOf":
-        return {"anyOf": [drawn(random, depth + 1) for _ in range(random.randint(1, 3))]}
+        return {"anyOf": [random_schema(random, depth + 1) for _ in range(random.randint(1, 3))]}
     low = random.randint(-1000, 1000)
     return {"string": {"type": "string", "minLength": random.randint(0, 2), "maxLength": random.randint(2, 8)},
             "integer": {"type": "integer", "minimum": low, "maximum": low + random.randint(0, 2000)},

@@ -22,7 +22,7 @@ LETTERS = {str(letter): 100.0 for letter in range(97, 123)}
 
 
 class Running:
-    """A running `python serve.py`. log: its output so far."""
+    """Runs `python serve.py` in a process, whose output so far is `log`."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self._log = folder / f"serve-{time.monotonic_ns()}.log"
@@ -69,7 +69,7 @@ class Running:
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))               # noqa: PTH208  numbers, not paths
 
     def resident(self) -> int:
-        """The resident bytes of the server's processes, without mapped files."""
+        """Returns the resident bytes of the server's processes, without mapped files."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return sum(1024 * int(line.split()[1]) for pid in (self.process.pid, *children)
                    for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
@@ -94,8 +94,8 @@ def serving(folder: Path, *options: str) -> Iterator[Running]:
 def client_of(server: Running) -> Iterator["openai.OpenAI"]:
     import openai  # imported here, because it takes half a second
 
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 def reset(connection: socket.socket) -> None:
@@ -104,15 +104,15 @@ def reset(connection: socket.socket) -> None:
     connection.close()
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
     until = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < until, "it did not become true"
         time.sleep(0.05)
 
 
 def post(path: str, body: object, headers: str = "") -> bytes:
-    """The bytes of a POST request with `connection: close`."""
+    """Returns the bytes of a POST request with `connection: close`."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return (f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\nconnection: close\r\n{headers}\r\n"
             .encode() + content)

@@ -1,4 +1,7 @@
-"""Implementations that exist for one test: each is a module in sys.modules that the registry finds, without a file."""
+"""Registers implementations that exist for one test.
+
+Each implementation is a module in sys.modules that the registry finds, without a file.
+"""
 
 import itertools
 import sys
@@ -23,8 +26,8 @@ def stub(op: str = "timex", forward: Callable[..., Any] | None = None, backward:
     vars(module).update(REQUIRES=registry.Requires(**requires), forward=forward, backward=backward)
     names = registry.names
 
-    def with_stub(asked: str) -> tuple[str, ...]:
-        return (*names(asked), name) if asked == op else names(asked)
+    def with_stub(operator: str) -> tuple[str, ...]:
+        return (*names(operator), name) if operator == op else names(operator)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)
@@ -36,7 +39,7 @@ def stub(op: str = "timex", forward: Callable[..., Any] | None = None, backward:
 
 @contextmanager
 def selectable_stub(op: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Iterator[str]:
-    """A stub that kernels/select.py also accepts."""
+    """Registers a stub that kernels/select.py also accepts, and yields its name."""
     with stub(op, forward, backward) as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr("kernels.select.names", registry.names)
         yield name

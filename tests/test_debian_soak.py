@@ -35,58 +35,61 @@ def why_not() -> str | None:
 
 @pytest.fixture(scope="module")
 def debian(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The root folder of a Debian system that contains the project's files that git tracks."""
+    """Yields the root folder of a Debian system that contains the project's files that git tracks."""
     if reason := why_not():
         pytest.skip(reason)
-    given = request.config.getoption("--chroot")
-    folder = Path(given).resolve() if given else tmp_path_factory.mktemp(SUITE)
+    chroot = request.config.getoption("--chroot")
+    folder = Path(chroot).resolve() if chroot else tmp_path_factory.mktemp(SUITE)
     if not (folder / "usr" / "bin" / PYTHON).exists():
-        made = subprocess.run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(folder)],
-                              capture_output=True, text=True, check=False)
-        if made.returncode:
-            pytest.skip(f"debootstrap cannot make {SUITE}: {(made.stdout + made.stderr).strip().splitlines()[-1]}")
+        result = subprocess.run(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", SUITE, str(folder)],
+                                capture_output=True, text=True, check=False)
+        if result.returncode:
+            pytest.skip(f"debootstrap cannot make {SUITE}: {(result.stdout + result.stderr).strip().splitlines()[-1]}")
     if subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path_factory.mktemp("pip")),
                        "packaging"], capture_output=True, check=False).returncode:
         pytest.skip("pip finds no packages here")
     (folder / "etc" / "resolv.conf").write_bytes(Path("/etc/resolv.conf").read_bytes())
     _copy_project(folder / SOURCE)
     yield folder
-    if not given:
-        shutil.rmtree(folder)            # gigabytes
+    if not chroot:
+        shutil.rmtree(folder)            # the system has gigabytes
 
 
 def _copy_project(target: Path) -> None:
-    """Copies the project with the files' times, so that make sees which files have changed. An existing .venv stays."""
-    for path in target.glob("*"):        # and not .venv
+    """Copies the project with the files' times, so that make sees which files have changed.
+
+    An existing .venv stays.
+    """
+    for path in target.glob("*"):        # hidden entries, such as .venv, are not in the list
         if path.name[0] != ".":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
+    output = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, output.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
 
 
 def _pip_options() -> dict[str, str]:
-    """This system's pip configuration as environment variables, such as PIP_INDEX_URL."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
-    found = {}
-    for line in listed.splitlines():
+    """Returns this system's pip configuration as environment variables, such as PIP_INDEX_URL."""
+    output = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True).stdout
+    variables = {}
+    for line in output.splitlines():
         name, _, value = line.partition("=")
         variable = "PIP_" + name.rpartition(".")[2].upper().replace("-", "_")
-        found[variable] = os.environ.get(variable) or ast.literal_eval(value)
-    return found
+        variables[variable] = os.environ.get(variable) or ast.literal_eval(value)
+    return variables
 
 
 def _local(options: dict[str, str]) -> set[str]:
-    """The local files and folders that pip's options name; for a local index, its whole folder."""
+    """Returns the local files and folders that pip's options name, and for a local index its whole folder."""
     words = [urlsplit(word) for value in options.values() for word in shlex.split(value)]
     paths = [Path(word.path) for word in words if word.scheme in ("", "file") and word.path.startswith("/")]
     return {str(path.parent if path.name == "simple" else path) for path in paths if path.exists()}
 
 
 def inside(debian: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command in the project's folder in the chroot. Its mounts are removed when it ends."""
+    """Runs a command in the project's folder in the chroot. The mounts are removed when the command ends."""
     options = _pip_options()
     mounts = sorted(_local(options))
     for path in mounts:
@@ -96,22 +99,22 @@ def inside(debian: Path, *command: str) -> subprocess.CompletedProcess[str]:
         elif not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch()
-    kept = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
-    variables = {**kept, **options, "HOME": "/root", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
+    proxies = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
+    variables = {**proxies, **options, "HOME": "/root", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
     return subprocess.run(["unshare", "--mount", "--propagation", "private", "sh", "-ec", CHROOT, "sh", str(debian), *mounts,
                            "--", "env", "-C", f"/{SOURCE}", *command], env=variables, capture_output=True, text=True,
                           check=False)
 
 
 def test_make_quick(debian: Path) -> None:
-    done = inside(debian, "make", "quick", f"PYTHON={PYTHON}")
-    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-3000:]
-    assert " passed" in done.stdout
-    assert "requires the package taichi, which" in done.stdout, "Taichi's kernels are skipped with the reason"
+    result = inside(debian, "make", "quick", f"PYTHON={PYTHON}")
+    assert result.returncode == 0, result.stdout[-10_000:] + result.stderr[-3000:]
+    assert " passed" in result.stdout
+    assert "requires the package taichi, which" in result.stdout, "Taichi's kernels are skipped with the reason"
 
 
 def test_make_train_trains_and_samples(debian: Path) -> None:
-    done = inside(debian, "make", "train", f"PYTHON={PYTHON}", "ARGS=debug=fast trainer.max_steps=3 logger=none")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-10_000:]
-    assert done.stdout.strip()
-    assert "report.html" in done.stderr
+    result = inside(debian, "make", "train", f"PYTHON={PYTHON}", "ARGS=debug=fast trainer.max_steps=3 logger=none")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-10_000:]
+    assert result.stdout.strip()
+    assert "report.html" in result.stderr

@@ -34,7 +34,10 @@ class Command(NamedTuple):
 
 
 def commands(page: Path) -> list[Command]:
-    """The command lines of a page, which are indented; a backslash at the end of a line joins it with the next."""
+    """Returns the command lines of a page, which are indented.
+
+    A backslash at the end of a line joins the line with the next.
+    """
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.strip() for line in text.split("\n") if line.startswith("    ")]
     split = [shlex.split(line, comments=True) for line in lines if line.split(" ")[0].removeprefix(".venv/bin/") in FIRST_WORDS]
@@ -77,8 +80,8 @@ def _check(program: str, *rest: str) -> None:
         json.loads(rest[rest.index("-d") + 1])
     elif program.endswith("pip"):
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-        asked = [extra for word in rest if word.startswith(".[") for extra in word[2:-1].split(",")]
-        assert set(asked) <= set(extras)
+        requested = [extra for word in rest if word.startswith(".[") for extra in word[2:-1].split(",")]
+        assert set(requested) <= set(extras)
     elif program == "timemix":
         assert rest[0] in COMMANDS
     elif program.startswith("python"):
@@ -107,10 +110,10 @@ def test_the_readme_s_speeds_are_those_of_the_result_file() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "generation-rwkv7-cpu.json").read_text())["rows"]
     formats = {"float32": ["F32"], "bfloat16": ["BF16", "F16"], "int8": ["Q8_0"], "int4": ["Q4_K_M", "Q4_0"]}
 
-    def best(of: str, dtypes: list[str]) -> str:
-        found = [row["tokens_per_s"] for row in rows if (row["of"], row["what"]) == (of, "decode, batch 1")
-                 and row["dtype"] in dtypes]
-        return f"{max(found):.0f}"
+    def best(program: str, dtypes: list[str]) -> str:
+        speeds = [row["tokens_per_s"] for row in rows if (row["of"], row["what"]) == (program, "decode, batch 1")
+                  and row["dtype"] in dtypes]
+        return f"{max(speeds):.0f}"
 
     table = {cells[0]: cells[1:] for line in README.splitlines() if line.startswith("| ")
              for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
@@ -160,10 +163,10 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("hadolint is not installed")
-    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
+    result = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "")
 
 
 def test_every_example_is_on_its_page() -> None:
-    shown = {command.words[1] for command in commands(ROOT / "examples" / "README.md")}
-    assert shown == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
+    listed = {command.words[1] for command in commands(ROOT / "examples" / "README.md")}
+    assert listed == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}

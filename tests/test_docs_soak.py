@@ -35,14 +35,17 @@ WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "a
 LENGTH = "trainer.max_steps=3"
 STEPS = f"{LENGTH} trainer.val_every=3 trainer.checkpoint_every=3 trainer.val_tokens=200 trainer.sample_tokens=4"
 SIZE = "model.n_layer=1 model.n_embd=64 model.ctx_len=32"
-TRAIN = f"{STEPS} logger=csv data.cache_dir=cache"       # for a model from a file, whose size is given
+TRAIN = f"{STEPS} logger=csv data.cache_dir=cache"       # a model from a file has its size already
 ANEW = f"{TRAIN} {SIZE}"
 LITTLE_TEXT = "data.val_fraction=0.2"
 SHORT_BENCH = "--only conv1d --shape 2,64,32 --seconds 0.01"
 
 
 class Rule(NamedTuple):
-    """pattern: regular expression for the start of a command. more: arguments to add. why_not: why the command is not run."""
+    """Says how commands that begin with the regular expression `pattern` are run.
+
+    The arguments `more` are added to a command. `why_not` is the reason why a command is not run.
+    """
 
     pattern: str
     more: str = ""
@@ -123,8 +126,8 @@ def text(path: Path) -> None:
     path.write_text("".join(f"{' '.join(chance.choices(WORDS, k=8))}.\n" for _ in range(400)), encoding="utf-8")
 
 
-def lines(path: Path, *found: object) -> None:
-    path.write_text("".join(json.dumps(each) + "\n" for each in found), encoding="utf-8")
+def lines(path: Path, *objects: object) -> None:
+    path.write_text("".join(json.dumps(each) + "\n" for each in objects), encoding="utf-8")
 
 
 def texts(path: Path) -> None:
@@ -170,22 +173,22 @@ def latest_run(path: Path) -> None:
 
 
 def tuned_by(how: str) -> Callable[[Path], None]:
-    """A function that trains a run which tunes BASE.pth with tune=`how`."""
-    def tuned(path: Path) -> None:
+    """Returns a function that trains a run which tunes BASE.pth with tune=`how`."""
+    def train_run(path: Path) -> None:
         talks(path.parent.parent / "talks.jsonl")
         train(path.parent.parent, f"init_from=BASE.pth data=chat data.path=talks.jsonl tune={how} model.ctx_len=256 "
                                   f"{LITTLE_TEXT} out_dir={path}")
-    return tuned
+    return train_run
 
 
 def train(folder: Path, options: str) -> None:
-    ran([sys.executable, str(ROOT / "train.py"), *shlex.split(f"{TRAIN} {options}")], folder)
+    run_program([sys.executable, str(ROOT / "train.py"), *shlex.split(f"{TRAIN} {options}")], folder)
 
 
 G1 = "rwkv7-g1k-1.5b-20260930-ctx25600.pth"
 DRAFT = "rwkv7-g1d-0.1b-20260129-ctx8192.pth"
 RELEASED = {f"BlinkDL/rwkv7-g1/{DRAFT}": world_model}
-# By page: the files that exist before its first command.
+# FILES has, by page, the files that exist before the page's first command.
 FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "README.md": {"FILE": text, **RELEASED},
     "files.md": RELEASED,
@@ -203,7 +206,7 @@ FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "benchmarks.md": {"FILE": text, "TEXT": text, "CHECKPOINT.safetensors": byte_model},
     "examples/README.md": {"runs/latest": latest_run},
 }
-# By page: the values of its placeholders.
+# VALUES has, by page, the values of the page's placeholders.
 VALUES = {
     "chat.md": {'"max_tokens": 2000': '"max_tokens": 20'},
     "serve.md": {"BASE": "BASE.pth"},
@@ -219,7 +222,7 @@ VALUES = {
 
 
 class Step(NamedTuple):
-    """A command: as the page shows it, and as it is run. rule: None if no rule matches."""
+    """A command as the page shows it, and as it is run. `rule` is None if no rule matches."""
 
     shown: str
     words: list[str]
@@ -240,12 +243,12 @@ def steps(page: Path) -> Iterator[Step]:
         yield Step(" ".join(command.words), shlex.split(line), rule)
 
 
-def ran(words: list[str], folder: Path) -> str:
+def run_program(words: list[str], folder: Path) -> str:
     """Runs a program, which must succeed, and returns its standard output."""
-    done = subprocess.run(words, cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, input="hi\n", text=True,
-                          encoding="utf-8", capture_output=True, check=False)
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout
+    result = subprocess.run(words, cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, input="hi\n", text=True,
+                            encoding="utf-8", capture_output=True, check=False)
+    assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+    return result.stdout
 
 
 class Reader:
@@ -265,15 +268,15 @@ class Reader:
         elif program == "curl":
             self._curl(rest)
         elif program == "python" and rest[0].endswith(".py"):
-            ran([sys.executable, str(ROOT / rest[0]), *rest[1:]], self._folder)
+            run_program([sys.executable, str(ROOT / rest[0]), *rest[1:]], self._folder)
         else:
             assert program == "python"
-            ran([sys.executable, *rest], self._folder)
+            run_program([sys.executable, *rest], self._folder)
 
     def _curl(self, words: list[str]) -> None:
         assert self.server is not None
         here = [word.replace(SHOWN_PORT, self.server.url).replace("state_...", self._state) for word in words]
-        answer = json.loads(ran(["curl", "-sS", "--fail-with-body", *here], self._folder))
+        answer = json.loads(run_program(["curl", "-sS", "--fail-with-body", *here], self._folder))
         assert "error" not in answer
         if answer["object"] == "state":
             self._state = answer["id"]
@@ -281,7 +284,7 @@ class Reader:
     def run(self, source: str) -> None:
         """Runs a Python program of the page that calls the server."""
         assert self.server is not None
-        ran([sys.executable, "-c", source.replace(SHOWN_PORT, self.server.url)], self._folder)
+        run_program([sys.executable, "-c", source.replace(SHOWN_PORT, self.server.url)], self._folder)
 
 
 PAGES_TO_RUN = [page for page in PAGES if any(step.rule is None or not step.rule.why_not for step in steps(page))]
@@ -304,6 +307,6 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
             reader.run("\n".join(block for block in python_blocks() if "client" in block))
 
 
-def test_every_rule_is_of_some_command() -> None:
+def test_every_rule_matches_some_command() -> None:
     used = {step.rule for step in chain.from_iterable(map(steps, PAGES))}
     assert [rule.pattern for rule in RULES if rule not in used] == []

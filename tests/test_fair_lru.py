@@ -1,4 +1,4 @@
-"""The order in which a cache shared by several owners evicts entries."""
+"""Tests of the order in which a cache shared by several owners evicts entries."""
 
 from collections import Counter
 
@@ -30,10 +30,10 @@ def test_nobody_loses_its_share_to_others_and_an_owner_alone_has_all(most: int, 
         shares.add(number, owner, SIZE)
         last_use[number] = number
         while shares.total > most:
-            held = Counter(owners[key] for key in shares)
+            counts = Counter(owners[key] for key in shares)
             key = shares.victim(most)
             assert key != number or len(shares) == 1
-            assert held[owners[key]] * SIZE > most / len(held)
+            assert counts[owners[key]] * SIZE > most / len(counts)
             assert last_use[key] == min(last_use[other] for other in shares if owners[other] == owners[key])
             shares.remove(key)
         assert shares.total == SIZE * len(shares) <= most

@@ -1,4 +1,4 @@
-"""The installed package: the contents of the wheel, and the command timemix run from another folder."""
+"""Tests of the installed package: the contents of the wheel, and the command timemix run from another folder."""
 
 import importlib.util
 import subprocess
@@ -34,9 +34,9 @@ def test_a_command_is_a_program_and_not_a_part_of_one() -> None:
 @pytest.mark.parametrize(("arguments", "status"), [((), 0), (("--help",), 0), (("nope",), 2)])
 def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int) -> None:
     command = [sys.executable, "-m", "rwkv.tools", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == status
-    assert all(name in done.stdout + done.stderr for name in COMMANDS)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == status
+    assert all(name in result.stdout + result.stderr for name in COMMANDS)
 
 
 @pytest.mark.programs
@@ -45,13 +45,13 @@ def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int)
     ("bench", "kernels.bench")])
 def test_a_help_names_the_program_as_it_was_typed(command: str, module: str) -> None:
     def help_of(*words: str) -> str:
-        done = subprocess.run([sys.executable, "-m", *words, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
-        return done.stdout
+        result = subprocess.run([sys.executable, "-m", *words, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+        return result.stdout
 
     in_a_clone = f"python {command}.py" if command == "train" else f"python -m {module}"
-    typed = help_of("rwkv.tools", command)
-    assert f"timemix {command}" in typed
-    assert f"{in_a_clone} " not in typed
+    help_text = help_of("rwkv.tools", command)
+    assert f"timemix {command}" in help_text
+    assert f"{in_a_clone} " not in help_text
     assert in_a_clone in help_of(module)
 
 
@@ -71,7 +71,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def timemix(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command timemix in an environment with the wheel; dependencies come from the current environment's site-packages."""
+    """Returns the command timemix in an environment with the wheel. Dependencies come from the current environment's
+    site-packages.
+    """
     environment = tmp_path_factory.mktemp("environment")
     venv.create(environment, with_pip=False)
     here = sysconfig.get_path("purelib")
@@ -99,9 +101,9 @@ def test_the_wheel_holds_configurations_and_no_top_level_programs(wheel: Path) -
 def test_every_command_has_a_help(timemix: Path, tmp_path: Path, command: str) -> None:
     if command == "lm_eval" and importlib.util.find_spec("lm_eval") is None:
         pytest.skip("the library `lm_eval` is missing: pip install -e '.[lm-eval]'")
-    done = run(timemix, tmp_path, command, "--help")
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
-    assert done.stdout
+    result = run(timemix, tmp_path, command, "--help")
+    assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.stderr
+    assert result.stdout
 
 
 @pytest.mark.soak
@@ -112,15 +114,15 @@ def test_an_installed_package_trains_sweeps_and_generates(timemix: Path, tmp_pat
                       ("generate", "checkpoint=run", "max_new_tokens=5", "kernel=torch_scan"),
                       ("evaluate", "checkpoint=run", "data.path=text.txt", "kernel=torch_scan"),
                       ("convert", "run", "weights.pth"), ("report", "sweep")):
-        done = run(timemix, tmp_path, *arguments)
-        assert done.returncode == 0, done.stderr
+        result = run(timemix, tmp_path, *arguments)
+        assert result.returncode == 0, result.stderr
         if arguments[0] == "train":
-            assert "more: timemix generate checkpoint=" in done.stderr
+            assert "more: timemix generate checkpoint=" in result.stderr
     assert (tmp_path / "sweep" / "report.html").is_file()
 
 
 @pytest.mark.soak
 def test_a_user_s_mistake_is_one_sentence_when_installed(timemix: Path, tmp_path: Path) -> None:
     for arguments in (("train", "optim.lrr=1"), ("train", "data=text"), ("generate", "checkpoint=nowhere")):
-        done = run(timemix, tmp_path, *arguments)
-        one_sentence((done.returncode, done.stdout, done.stderr))
+        result = run(timemix, tmp_path, *arguments)
+        one_sentence((result.returncode, result.stdout, result.stderr))

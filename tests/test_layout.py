@@ -1,4 +1,6 @@
-"""The layout: allowed imports, no import cycles in a folder, no environment variables, no effects at import, the museum."""
+"""Tests of the layout: allowed imports, no import cycles in a folder, no environment variables, no effects at import, the
+museum.
+"""
 
 import ast
 import re
@@ -24,7 +26,7 @@ SET_ENVIRONMENT = [ROOT / "rwkv" / "distributed.py", *(              # variables
     ROOT / "kernels" / name
     for name in ("machine/threads.py", "machine/shares.py", "machine/allocator.py", "backends/_taichi_startup.py"))]
 
-FLOORS = (                               # of rwkv/, from the top: a part imports only parts of lower floors
+FLOORS = (                               # a part of rwkv/ imports only parts of lower floors; the top floor is first
     ("programs",),
     ("tools", "__init__"),
     ("training", "serving", "pretrained"),
@@ -73,7 +75,7 @@ RULES = (
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
     Rule(r"rwkv\.serving\.(?!(engine\.worker|states\.store)$).*",
          r"torch|rwkv\.(generation(?!\.(grammar|request|stopping))|model|pretrained|checkpoint)"),
-    Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # it gets its operator
+    Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # a model is given its operator
     Rule(r"rwkv\.(cli(\.\w+)?|config(\.\w+)?|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report|doctor|smoke|completion))",
          r"torch|lightning|hydra|numpy",
          at_import_only=True),
@@ -82,7 +84,7 @@ RULES = (
 
 class Import(NamedTuple):
     module: str
-    waits: bool                          # runs only when a function runs, or for a type checker
+    waits: bool                          # the import runs only when a function runs, or for a type checker
 
 
 def module_of(path: Path) -> str:
@@ -90,14 +92,14 @@ def module_of(path: Path) -> str:
 
 
 @cache
-def parsed(text: str) -> ast.Module:
+def parse_source(text: str) -> ast.Module:
     return ast.parse(text)
 
 
 @cache
 def imports(text: str, module: str) -> tuple[Import, ...]:
-    """Every import by its full name; `from a import b` counts as a.b too, since b may be a module."""
-    return tuple(_imports(parsed(text), module))
+    """Returns every import by its full name. `from a import b` counts as a.b, too, because b may be a module."""
+    return tuple(_imports(parse_source(text), module))
 
 
 def _imports(tree: ast.Module, module: str) -> Iterator[Import]:
@@ -111,7 +113,7 @@ def _imports(tree: ast.Module, module: str) -> Iterator[Import]:
 
 
 def _statements(part: ast.AST, waits: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """Every statement inside `part`, and whether it waits (Import.waits)."""
+    """Yields every statement inside `part`, and whether it waits (Import.waits)."""
     waits = waits or isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) \
         or (isinstance(part, ast.If) and "TYPE_CHECKING" in ast.unparse(part.test))
     for node in ast.iter_child_nodes(part):
@@ -121,21 +123,21 @@ def _statements(part: ast.AST, waits: bool) -> Iterator[tuple[ast.AST, bool]]:
 
 
 def broken_rules(module: str, text: str) -> set[str]:
-    """The imports of `module` that RULES or FLOORS forbid."""
-    found = imports(text, module)
+    """Returns the imports of `module` that RULES or FLOORS forbid."""
+    all_imports = imports(text, module)
     rules = [(re.compile(rf"({rule.imported})(\..*)?"), rule.at_import_only) for rule in RULES
              if re.fullmatch(rule.importer, module)]
-    forbidden = {name for name, waits in found for imported, at_import_only in rules
+    forbidden = {name for name, waits in all_imports for imported, at_import_only in rules
                  if imported.fullmatch(name) and not (at_import_only and waits)}
     if not module.startswith("rwkv"):
         return forbidden
     own = part_of(module)
-    return forbidden | {name for name, _ in found if name.startswith("rwkv.") and part_of(name) != own
+    return forbidden | {name for name, _ in all_imports if name.startswith("rwkv.") and part_of(name) != own
                         and HEIGHT.get(part_of(name), 0) >= HEIGHT[own]}
 
 
 def part_of(module: str) -> str:
-    """The part of a module in rwkv/: model for rwkv.model.state."""
+    """Returns the part of a module in rwkv/: model for rwkv.model.state."""
     return [*module.split("."), "__init__"][1]
 
 
@@ -196,9 +198,9 @@ def test_the_museum_page_lists_every_kernel_once() -> None:
 
 
 def museum_loads(text: str) -> set[tuple[str, str]]:
-    """The museum kernels, (operator, kernel), that a file names in a call such as load("timex", "fft")."""
+    """Returns the museum kernels (operator, kernel) that a file names in a call, such as load("timex", "fft")."""
     calls = [[node.value for node in call.args if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-             for call in ast.walk(parsed(text)) if isinstance(call, ast.Call)]
+             for call in ast.walk(parse_source(text)) if isinstance(call, ast.Call)]
     rows = exhibits()
     return {(op, name) for words in calls for op, name in pairwise(words)
             if op in rows and name in rows[op].museum}
@@ -218,27 +220,27 @@ def test_no_circle_inside_a_folder() -> None:
         for path in folder.rglob("*.py"):
             module = module_of(path)
             if module != package:
-                found = {name for name, waits in imports(path.read_text(encoding="utf-8"), module) if not waits}
-                own = {name.removeprefix(f"{package}.").split(".")[0] for name in found if name.startswith(f"{package}.")}
+                imported = {name for name, waits in imports(path.read_text(encoding="utf-8"), module) if not waits}
+                own = {name.removeprefix(f"{package}.").split(".")[0] for name in imported if name.startswith(f"{package}.")}
                 parts.setdefault(module.removeprefix(f"{package}.").split(".")[0], set()).update(own)
         try:
-            TopologicalSorter({part: found - {part} for part, found in parts.items()}).prepare()
+            TopologicalSorter({part: needs - {part} for part, needs in parts.items()}).prepare()
         except CycleError as circle:
             pytest.fail(" -> ".join(circle.args[1]))
 
 
 def environment_reads(text: str) -> list[int]:
-    """The lines that use os.environ or os.getenv, or import them."""
+    """Returns the lines that use os.environ or os.getenv, or import them."""
     def uses(node: ast.AST) -> bool:
         names = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else [getattr(node, "attr", None)]
         return not set(ENVIRONMENT).isdisjoint(names)
 
-    return [node.lineno for node in ast.walk(parsed(text)) if uses(node)]
+    return [node.lineno for node in ast.walk(parse_source(text)) if uses(node)]
 
 
 def test_no_product_file_reads_an_environment_variable() -> None:
-    found = {str(path): environment_reads(path.read_text(encoding="utf-8")) for path in PRODUCT if path not in SET_ENVIRONMENT}
-    assert not {path: lines for path, lines in found.items() if lines}
+    reads = {str(path): environment_reads(path.read_text(encoding="utf-8")) for path in PRODUCT if path not in SET_ENVIRONMENT}
+    assert not {path: lines for path, lines in reads.items() if lines}
     assert not [path.name for path in (ROOT / "configs").rglob("*.yaml") if "oc.env" in path.read_text(encoding="utf-8")]
 
 
@@ -276,8 +278,8 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
     """Importing prints nothing, starts no Taichi, queries no device, writes no file, and raises only for missing back ends."""
     modules = [module_of(path) for path in PRODUCT if path.is_relative_to(ROOT / package)]
     folders = [str(ROOT / "kernels"), str(ROOT / "rwkv")]
-    done = fresh_python(IMPORT_ALL.format(modules=modules, folders=folders, package=package), tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    result = fresh_python(IMPORT_ALL.format(modules=modules, folders=folders, package=package), tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert not list(tmp_path.iterdir())
 
 
@@ -294,8 +296,8 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
 ])
 def test_what_an_import_brings_with_it(modules: list[str], absent: tuple[str, ...], tmp_path: Path) -> None:
     code = f"import sys, {', '.join(modules)}\nprint({set(absent)} & set(sys.modules))"
-    done = fresh_python(code, tmp_path)
-    assert (done.stdout, done.stderr) == ("set()\n", "")
+    result = fresh_python(code, tmp_path)
+    assert (result.stdout, result.stderr) == ("set()\n", "")
 
 
 def fresh_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -303,22 +305,22 @@ def fresh_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
 
 
-def shadowed(source: str) -> list[str]:
-    """"function: parameter" for each function that calls a parameter with the same name as one of the file's functions."""
-    found = []
+def hidden_calls(source: str) -> list[str]:
+    """Returns "function: parameter" for each function that calls a parameter with the name of one of the file's functions."""
+    calls = []
     tree = ast.parse(source)
     known = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     known |= {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             own = {argument.arg for argument in function.args.args} & known
-            found += [f"{function.name}: {node.func.id}" for node in ast.walk(function)
+            calls += [f"{function.name}: {node.func.id}" for node in ast.walk(function)
                       if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in own]
-    return found
+    return calls
 
 
 def test_no_parameter_of_a_kernel_hides_a_function_that_it_calls() -> None:
     """Such an error in Taichi's CUDA code would not be noticed on a CPU, which does not compile it."""
-    assert shadowed("def at(i):\n    return i\ndef read(x, at):\n    return x[at(at + 1)]") == ["read: at"]
+    assert hidden_calls("def at(i):\n    return i\ndef read(x, at):\n    return x[at(at + 1)]") == ["read: at"]
     files = sorted((ROOT / "kernels").rglob("*.py"))
-    assert [(file.name, name) for file in files for name in shadowed(file.read_text(encoding="utf-8"))] == []
+    assert [(file.name, name) for file in files for name in hidden_calls(file.read_text(encoding="utf-8"))] == []

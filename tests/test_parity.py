@@ -37,7 +37,7 @@ exact = cache(float64)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One official .pth for each case."""
+    """Writes one .pth in the author's format for each case, and returns the folder."""
     folder = tmp_path_factory.mktemp("parity")
     for name, case in CASES.items():
         torch.save({name: torch.from_numpy(tensor) for name, tensor in random_weights(case).items()}, folder / f"{name}.pth")
@@ -51,21 +51,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kernel in compiled_in_soak(kernels()) for name in CASES])
 def test_logits_state_and_continuation_are_those_of_float64(kernel: str, name: str, folder: Path) -> None:
     """The tokens are read in one call, in chunks, and one by one."""
-    found, expected = ours(CASES[name], folder / f"{name}.pth", kernel), exact(CASES[name])
-    assert logits_apart(found, expected) <= TO_FLOAT64
-    assert state_apart(found, expected) <= STATE
-    assert all(cell.ok for cell in forms_apart(found).values())
-    assert greedy_apart(found, expected).value == 0
+    actual, expected = ours(CASES[name], folder / f"{name}.pth", kernel), exact(CASES[name])
+    assert logits_apart(actual, expected) <= TO_FLOAT64
+    assert state_apart(actual, expected) <= STATE
+    assert all(cell.ok for cell in forms_apart(actual).values())
+    assert greedy_apart(actual, expected).value == 0
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_bound_means_something(name: str) -> None:
     """Checks that logits and states are of order 1 to 10, and that float64 evaluations agree far better than the bounds."""
-    found = exact(CASES[name])
-    assert all(0.3 < found[f"whole: {part}"].std() < 5 for part in ("logits", "att_x", "a/b", "p + log b", "ffn_x"))
-    assert np.abs(found["whole: logits"]).max() < 20
-    assert max(logits_apart(found, found), state_apart(found, found)) < 1e-12
-    assert len(np.unique(found["greedy"])) > 3, "a continuation of few tokens says little"
+    result = exact(CASES[name])
+    assert all(0.3 < result[f"whole: {part}"].std() < 5 for part in ("logits", "att_x", "a/b", "p + log b", "ffn_x"))
+    assert np.abs(result["whole: logits"]).max() < 20
+    assert max(logits_apart(result, result), state_apart(result, result)) < 1e-12
+    assert len(np.unique(result["greedy"])) > 3, "a continuation of few tokens says little"
 
 
 # Every parameter matters
@@ -134,13 +134,13 @@ def test_the_worst_of_several_rows_is_one_out_of_bounds() -> None:
 
 
 @pytest.mark.thorough
-def test_a_row_of_the_table_of_files_is_out_of_its_bounds_where_a_weight_is_another(tmp_path: Path) -> None:
-    """Needs no other programs: rows that they write or run are absent."""
+def test_a_row_of_the_table_of_files_is_out_of_its_bounds_if_a_weight_differs(tmp_path: Path) -> None:
+    """No other programs are needed, because rows that they write or run are absent."""
     np.save(tmp_path / "small.npy", random_tokens(KINDS["small"])[0, :8])
     path, weights = official(tmp_path, "rwkv7a.pth", "small", deep_embed(KINDS["small"]))
-    found = row(tmp_path, Kind("7a", path, weights))
-    assert in_bounds(found), found
-    assert found["read back"]["difference"] == 0
+    table_row = row(tmp_path, Kind("7a", path, weights))
+    assert in_bounds(table_row), table_row
+    assert table_row["read back"]["difference"] == 0
     other = {name: value + 1e-3 * (name == "blocks.1.ffn.s1") for name, value in weights().items()}
     assert not in_bounds(row(tmp_path, Kind("7a", path, lambda: other)))
     assert "absent" in row(tmp_path, Kind("fla's directory", tmp_path / "none", weights, "fla"))
@@ -150,18 +150,18 @@ def test_a_row_of_the_table_of_files_is_out_of_its_bounds_where_a_weight_is_anot
 
 
 def test_the_operators_in_the_authors_code_are_the_references() -> None:
-    """In float64, with gradients. The author's RWKV-7 operator takes the decay before the sigmoid."""
+    """Results and gradients are compared in float64. The author's RWKV-7 operator takes the decay before the sigmoid."""
     torch.manual_seed(0)
     B, T, C = 2, 5, 2 * author.N
     w, u = torch.randn(2, C, dtype=torch.float64, requires_grad=True).unbind()
     k, v, raw, r, a, b = (torch.randn(B, T, C, dtype=torch.float64, requires_grad=True) for _ in range(6))
     heads = [x.view(B, T, 2, author.N) for x in (r, -math.exp(-0.5) * torch.sigmoid(raw), k, v, a, b)]
-    for found, expected, inputs in (
+    for actual, expected, inputs in (
             (author.wkv4(B, T, C, w, u, k, v), WKV4("reference")(w, u, k, v)[0], (k, v)),
             (author.wkv7(r, raw, k, v, a, b), WKV7("reference")(*heads)[0].flatten(2), (r, raw, k, v, a, b))):
-        torch.testing.assert_close(found, expected)
-        upstream = torch.randn_like(found)
-        torch.testing.assert_close(*(torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (found, expected)))
+        torch.testing.assert_close(actual, expected)
+        upstream = torch.randn_like(actual)
+        torch.testing.assert_close(*(torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (actual, expected)))
 
 
 def test_what_a_training_run_differs_in_shows() -> None:

@@ -1,4 +1,4 @@
-"""Token arrays with files written from given arrays."""
+"""Makes token arrays with files written from NumPy arrays."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 
 
 def token_array_of(folder: Path, *parts: np.ndarray) -> TokenArray:
-    """A token array with one file per array; each array begins a document."""
+    """Returns a token array with one file per array. Each array begins a document."""
     for number, part in enumerate(parts):
         part.tofile(folder / f"{number}.ids")
     np.save(folder / "starts.npy", np.cumsum([0, *map(len, parts)])[:-1])

@@ -1,5 +1,7 @@
-"""Small JSON files of the library `tokenizers`, one of each common kind, with its special tokens; all know the letters a to
-h."""
+"""Makes small JSON files of the library `tokenizers`, one of each common kind, with its special tokens.
+
+All of them know the letters a to h.
+"""
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -12,7 +14,7 @@ CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def sentencepiece_bpe(specials: list[str] = LLAMA) -> str:
-    """Like Llama 2's: words begin with U+2581, and characters that the vocabulary lacks are encoded as bytes."""
+    """Returns a file like Llama 2's: words begin with U+2581, and characters that the vocabulary lacks are encoded as bytes."""
     tokens = [*specials, *(f"<0x{value:02X}>" for value in range(256)), "\u2581", *LETTERS, "ab", "\u2581c", "\u2581b"]
     library = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)},
                                               [("a", "b"), ("\u2581", "c"), ("\u2581", "b")], unk_token="<unk>",
@@ -24,7 +26,7 @@ def sentencepiece_bpe(specials: list[str] = LLAMA) -> str:
 
 
 def unigram() -> str:
-    """Like T5's: the special tokens are also pieces of the vocabulary."""
+    """Returns a file like T5's, in which the special tokens are also pieces of the vocabulary."""
     specials = ["<pad>", "</s>", "<unk>"]
     pieces = [(name, 0.0) for name in specials] + [(piece, -2.0) for piece in ("\u2581", *LETTERS, *"<>/sunkpad")]
     library = tokenizers.Tokenizer(models.Unigram([*dict(pieces).items(), ("\u2581ca", -1.0)], unk_id=2))
@@ -50,7 +52,10 @@ def wordlevel() -> str:
 
 
 def word_end_bpe() -> str:
-    """Like OpenAI's first GPT: words end with </w>. Merges can produce the special token </s> from its letters."""
+    """Returns a file like that of OpenAI's first GPT, in which words end with </w>.
+
+    Merges can produce the special token </s> from its letters.
+    """
     tokens = ["<unk>", "</s>", *"<>/s", "</", "s>", *LETTERS, *(f"{letter}</w>" for letter in f"{LETTERS}>s/<")]
     library = tokenizers.Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)},
                                               [("<", "/"), ("s", ">"), ("</", "s>")], unk_token="<unk>",
@@ -60,7 +65,7 @@ def word_end_bpe() -> str:
 
 
 def chatml(specials: list[str] = CHATML, first: bool = True, ignore_merges: bool = False) -> str:
-    """Byte-level BPE like Qwen's; with first=False the special tokens have the last ids, as in Llama 3."""
+    """Returns byte-level BPE like Qwen's. With first=False, the special tokens have the last ids, as in Llama 3."""
     library = tokenizers.Tokenizer(models.BPE(ignore_merges=ignore_merges))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Training runs in separate processes: started, killed at random moments, continued, and compared bit for bit."""
+"""Starts training runs in separate processes, kills them at random moments, continues them, and compares them bit for bit."""
 
 import csv
 import os
@@ -31,7 +31,10 @@ Process = subprocess.Popen[str] | Forked
 
 
 def configured(L: int, C: int, B: int, T: int, generation: str = "rwkv4", **trainer: Any) -> TrainConfig:
-    """A configuration with L layers of C channels, and batches of B rows of T tokens. trainer: options of trainer."""
+    """Returns a configuration with L layers of C channels, and batches of B rows of T tokens.
+
+    `trainer` has options of trainer.
+    """
     return TrainConfig(model=ModelConfig(generation=generation, n_layer=L, n_embd=C, ctx_len=T), data=DataConfig(batch_size=B),
                        trainer=TrainerConfig(**trainer))
 
@@ -44,8 +47,10 @@ class Done(NamedTuple):
 
 def start(folder: Path, program: str, *arguments: str, apart: bool = False, within: Sequence[str] = (),
           **environment: str) -> subprocess.Popen[str]:
-    """apart: in a new process group, to which a signal can be sent. within: a command that runs the program's
-    in its own process. environment: additional variables.
+    """Starts a program of the clone in a new process.
+
+    `apart` puts the process into a new process group, to which a signal can be sent. `within` is a command that runs the
+    program's command in its own process. `environment` has additional variables.
     """
     return subprocess.Popen([*within, sys.executable, str(ROOT / f"{program}.py"), *arguments], cwd=folder,
                             env=ENVIRONMENT | environment,
@@ -54,12 +59,15 @@ def start(folder: Path, program: str, *arguments: str, apart: bool = False, with
 
 
 def forked(folder: Path, *arguments: str, largest: int | None = None, **environment: str) -> Process:
-    """Runs train.py in a separate process without the time of imports. largest: the maximum bytes of a file."""
+    """Runs train.py in a separate process, without the time of imports. `largest` is the maximum size of a file in bytes."""
     return Forked(folder, arguments, ENVIRONMENT | environment, largest)
 
 
 def done_here(folder: Path, program: str, *arguments: str) -> Done:
-    """Runs train.py in the current process, where torch and Lightning are already imported; one thread, as in `start`."""
+    """Runs a program in the current process, where torch and Lightning are imported already.
+
+    The program has one thread, as in `start`.
+    """
     output, error, threads = StringIO(), StringIO(), torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(error):
@@ -104,8 +112,8 @@ def kill_after(process: Process, run: Path, step: int, seconds: float) -> None:
     wait_for(process, run, step)
     time.sleep(seconds)
     process.kill()
-    done = finish(process)
-    assert done.status == KILLED, done.error
+    result = finish(process)
+    assert result.status == KILLED, result.error
 
 
 def wait_for(process: Process, run: Path, step: int) -> None:
@@ -115,10 +123,10 @@ def wait_for(process: Process, run: Path, step: int) -> None:
 
 
 def assert_same_training(run: Path, other: Path, own: tuple[str, ...] = OWN, except_for: tuple[str, ...] = ()) -> None:
-    """Checks that all checkpoints are bit-identical (weights, optimiser, schedule, random state, data position), and the
-    curves.
+    """Checks that two runs have bit-identical checkpoints and the same curves.
 
-    except_for: names of checkpoints that may differ.
+    A checkpoint has the weights, optimiser, schedule, random state and data position. `except_for` names checkpoints that may
+    differ.
     """
     for name in sorted({path.name for folder in (run, other) for path in (folder / "checkpoints").iterdir()} - {*except_for}):
         one, two = (content(folder / "checkpoints" / name) for folder in (run, other))
@@ -126,7 +134,7 @@ def assert_same_training(run: Path, other: Path, own: tuple[str, ...] = OWN, exc
         assert not {key for key in one if key not in own and not same(one[key], two[key])}
     for name in ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm"):
         assert losses(run, name) == losses(other, name)
-    samples, expected = (folder / "samples.jsonl" for folder in (run, other))        # absent with trainer=fsdp
+    samples, expected = (folder / "samples.jsonl" for folder in (run, other))        # trainer=fsdp writes no samples
     assert samples.exists() == expected.exists()
     assert not samples.exists() or samples.read_bytes() == expected.read_bytes()
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter in about half its time: a process that only interprets kernels patches Triton's language once.
+"""Makes Triton's interpreter about twice as fast: a process that only interprets kernels patches Triton's language once.
 
 Triton itself looks through all names of its language at each launch, and at each call of a function in a kernel.
 """
@@ -19,12 +19,15 @@ def patch_language_once() -> None:
         if modules not in patched:
             patched.add(modules)
             patch(fn)
-        return interpreter._LangPatchScope()             # which has nothing to restore
+        return interpreter._LangPatchScope()             # the scope has nothing to restore
 
     interpreter._patch_lang = patch_for
 
 
 def modules_of(fn: Callable[..., Any]) -> tuple[bool, bool]:
-    """Under which of its two modules the function sees the language: Triton patches these."""
+    """Returns whether the function sees the language as triton.language, and as triton.language.core.
+
+    Triton patches these modules.
+    """
     values = fn.__globals__.values()
     return any(value is tl for value in values), any(value is tl.core for value in values)

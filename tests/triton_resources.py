@@ -1,6 +1,8 @@
 """Measures the GPU resources of WKV-7's triton_v1 without a GPU: registers, shared memory, spills, by head width and dtype.
 
-    PYTHONPATH=. python tests/triton_resources.py > tests/triton_resources.txt      # minutes; after a change that is meant to
+Writing the table takes minutes. Write the table again after a change that is meant to change the numbers:
+
+    PYTHONPATH=. python tests/triton_resources.py > tests/triton_resources.txt
 """
 
 import importlib.metadata
@@ -29,7 +31,7 @@ class Kernel(NamedTuple):
 
 
 class Resources(NamedTuple):
-    """Registers and spilled bytes per thread, bytes of shared memory and warps per program."""
+    """Counts the registers and spilled bytes per thread, the bytes of shared memory, and the warps per program."""
 
     registers: int
     shared: int
@@ -38,17 +40,19 @@ class Resources(NamedTuple):
 
 
 def measure(arch: int, heads: Sequence[str], cache: Path) -> dict[Kernel, Resources]:
-    """The resources of each kernel for each of the heads, such as "64,bfloat16". cache: a folder for Triton's files."""
+    """Returns the resources of each kernel for each of the heads, such as "64,bfloat16". `cache` is a folder for Triton's
+    files.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    found = {}
+    resources = {}
     for head in heads:
-        done = subprocess.run([sys.executable, TESTS / "kernels" / "triton_cubins.py", str(arch), head], text=True, check=False,
+        proc = subprocess.run([sys.executable, TESTS / "kernels" / "triton_cubins.py", str(arch), head], text=True, check=False,
                               capture_output=True, cwd=TESTS.parent, env=environment | {"TRITON_CACHE_DIR": str(cache)})
-        assert done.returncode == 0, done.stderr
-        for name, needs in json.loads(done.stdout).items():
-            taken = Resources(needs["registers"], needs["shared"], needs["spilled"], needs["warps"])
-            found[Kernel(_short(name), f"sm_{arch}", head)] = taken
-    return found
+        assert proc.returncode == 0, proc.stderr
+        for name, needs in json.loads(proc.stdout).items():
+            values = Resources(needs["registers"], needs["shared"], needs["spilled"], needs["warps"])
+            resources[Kernel(_short(name), f"sm_{arch}", head)] = values
+    return resources
 
 
 def version() -> str:
@@ -56,7 +60,7 @@ def version() -> str:
 
 
 def read_table() -> tuple[str, dict[Kernel, Resources]]:
-    """The committed table: Triton's version, and the numbers."""
+    """Returns Triton's version and the numbers of the committed table."""
     lines = [line.split() for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     (_, written_by), *rows = lines
     return written_by, {Kernel(*row[:3]): Resources(*map(int, row[3:])) for row in rows}
@@ -68,13 +72,13 @@ def write_table() -> Iterator[str]:
     yield f"# {'kernel':18}{'arch':8}{'head':14}{'registers':>10}{'shared':>10}{'spilled':>10}{'warps':>7}"
     with tempfile.TemporaryDirectory() as cache:
         for arch in ARCHS:
-            for kernel, taken in measure(arch, HEADS, Path(cache)).items():
+            for kernel, used in measure(arch, HEADS, Path(cache)).items():
                 yield f"{kernel.name:20}{kernel.arch:8}{kernel.head:14}" \
-                      f"{taken.registers:10}{taken.shared:10}{taken.spilled:10}{taken.warps:7}"
+                      f"{used.registers:10}{used.shared:10}{used.spilled:10}{used.warps:7}"
 
 
 def _short(name: str) -> str:
-    """ A kernel's name and variant of its constants: "scan_forward", "prepare_backward" or "gradients"."""
+    """Returns a kernel's name with the variant of its constants: "scan_forward", "prepare_backward" or "gradients"."""
     kernel = name.split()[0]
     scan = re.search(r"KEEP=\w+ OUTPUT=\w+", name)
     if scan:

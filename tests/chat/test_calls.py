@@ -1,4 +1,4 @@
-"""Tool calls as text: the format that the built-in templates render, and the formats that are recognised in generated text."""
+"""Tests of tool calls as text: the format that built-in templates render, and the formats recognised in generated text."""
 
 import json
 from itertools import pairwise
@@ -15,11 +15,11 @@ from rwkv.errors import UserError
 CITY = {"city": {"type": "string"}}
 WEATHER: dict[str, Any] = {"type": "function", "function": {
     "name": "weather", "description": "The sky\n\nover a city", "parameters": {"type": "object", "properties": CITY}}}
-ASKED = {"role": "user", "content": "Ys?"}
+QUESTION = {"role": "user", "content": "Ys?"}
 OSLO = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 RAIN = '{"name":"rain","arguments":{}}'
 FUNCTIONS = ("weather", "rain")
-Found = tuple[str, list[tuple[str, str]]]
+Answer = tuple[str, list[tuple[str, str]]]
 
 
 def call_of(name: str, arguments: Any) -> dict[str, Any]:
@@ -30,9 +30,11 @@ def call_of(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def test_tools_calls_and_results_have_the_author_s_form() -> None:
-    """As in RWKV7-G1x-templates.txt: tools, one per line, end the system prompt; a call is fenced; its result is a user's
-    turn."""
-    messages = [{"role": "system", "content": "Be brief."}, ASKED,
+    """The form is that of RWKV7-G1x-templates.txt.
+
+    Tools, one per line, end the system prompt. A call is fenced, and its result is a user's turn.
+    """
+    messages = [{"role": "system", "content": "Be brief."}, QUESTION,
                 {"role": "assistant", "content": None, "tool_calls": [call_of("weather", '{"city": "Ys"}')]},
                 {"role": "tool", "tool_call_id": "1", "content": '{"sky":\n\n"rain"}'}]
     assert chat_template("g1").render(messages, tools=[WEATHER, {"name": "rain"}]) == (
@@ -44,22 +46,23 @@ def test_tools_calls_and_results_have_the_author_s_form() -> None:
 
 
 def test_tools_are_a_system_prompt_where_there_is_none() -> None:
-    text = chat_template("g1").render([ASKED], tools=[WEATHER])
+    text = chat_template("g1").render([QUESTION], tools=[WEATHER])
     assert text.startswith("System: Tools:\n[\n{")
     assert text.endswith("\n]\nReturn only a JSON function call.\n\nUser: Ys?\n\nAssistant:")
-    assert chat_template("g1").render([ASKED], tools=[]) == "User: Ys?\n\nAssistant:"
+    assert chat_template("g1").render([QUESTION], tools=[]) == "User: Ys?\n\nAssistant:"
 
 
 def test_several_calls_are_a_list_after_what_was_said() -> None:
     calls = [call_of("weather", {"city": "Ålesund ☔"}), call_of("rain", None)]
-    text = chat_template("g1").render([ASKED, {"role": "assistant", "content": "Both.", "tool_calls": calls}], False)
+    text = chat_template("g1").render([QUESTION, {"role": "assistant", "content": "Both.", "tool_calls": calls}], False)
     assert text.endswith('Assistant: Both.\n```json\n[{"name":"weather","arguments":{"city":"Ålesund ☔"}},{"name":"rain",'
                          '"arguments":{}}]\n```\n\n')
 
 
 @pytest.mark.parametrize(("parameters", "shown"), [
     (None, '"arguments":{}'), ({}, '"arguments":{}'), ({"type": "object"}, '"arguments":{}'),
-    ({"city": {"type": "str"}}, '"arguments":{"city":{"type":"str"}}'),              # not a schema, as in xlam's data
+    # these parameters are no schema, as in xlam's data
+    ({"city": {"type": "str"}}, '"arguments":{"city":{"type":"str"}}'),
     ({"type": "object", "properties": CITY, "required": ["city"]}, '"arguments":{"city":{"type":"string"}}'),
     ({"properties": {**CITY, "day": {}}, "required": ["city"]},
      '"arguments":{"city":{"type":"string"},"day":{}},"required":["city"]'),
@@ -70,54 +73,54 @@ def test_several_calls_are_a_list_after_what_was_said() -> None:
 def test_a_tool_is_a_line_with_its_arguments(parameters: Any, shown: str) -> None:
     function = {"name": "weather", "parameters": parameters}
     for tool in (function, {"type": "function", "function": function}):
-        assert f'[\n{{"name":"weather",{shown}}}\n]' in chat_template("g1").render([ASKED], tools=[tool])
+        assert f'[\n{{"name":"weather",{shown}}}\n]' in chat_template("g1").render([QUESTION], tools=[tool])
 
 
 @pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"function": "f"}, {"name": 3}, {"name": "f", "parameters": [1]}],
                          ids=str)
 def test_a_tool_that_is_no_function_is_named(tool: Any) -> None:
     with pytest.raises(UserError, match=r"tools\[1\]"):
-        chat_template("g1").render([ASKED], tools=[WEATHER, tool])
+        chat_template("g1").render([QUESTION], tools=[WEATHER, tool])
 
 
 def test_world_has_no_form_and_names_the_template_that_has_one() -> None:
     """World models were not trained on tool calls."""
-    said = [ASKED, {"role": "assistant", "tool_calls": [call_of("rain", "{}")]}]
-    for messages, tools, field in (([ASKED], [WEATHER], "tools"), (said, None, r"messages\[1\]\.tool_calls")):
+    turns = [QUESTION, {"role": "assistant", "tool_calls": [call_of("rain", "{}")]}]
+    for messages, tools, field in (([QUESTION], [WEATHER], "tools"), (turns, None, r"messages\[1\]\.tool_calls")):
         with pytest.raises(UserError, match=f"{field}.*g1"):
             chat_template("world").render(messages, tools=tools)
 
 
 def test_calls_are_learnt_and_tools_and_results_are_not() -> None:
-    called = {"role": "assistant", "reasoning_content": "Ask.", "tool_calls": [call_of("rain", "{}")]}
-    messages = [ASKED, called, {"role": "tool", "content": "yes"}, {"role": "assistant", "content": "It rains."},
-                {**called, "weight": 0}]
+    call_message = {"role": "assistant", "reasoning_content": "Ask.", "tool_calls": [call_of("rain", "{}")]}
+    messages = [QUESTION, call_message, {"role": "tool", "content": "yes"}, {"role": "assistant", "content": "It rains."},
+                {**call_message, "weight": 0}]
     parts = chat_template("g1").parts(messages, [WEATHER])
     learnt = [text for text, is_learnt in parts if is_learnt]
     assert learnt == [f" <think>\nAsk.\n</think>\n```json\n{RAIN}\n```\n\n", " It rains.\n\n"]
     assert "".join(text for text, _ in parts) == chat_template("g1").render(messages, False, [WEATHER])
     with pytest.raises(UserError, match=r"messages\[1\]\.weight"):
-        chat_template("g1").parts([ASKED, {**messages[3], "weight": 0.5}], [WEATHER])
+        chat_template("g1").parts([QUESTION, {**messages[3], "weight": 0.5}], [WEATHER])
 
 
 # Parsing
 
 
-def parsed(pieces: list[str], functions: tuple[str, ...] = FUNCTIONS, **options: Any) -> Found:
-    """The text and the calls of an answer that arrives in these pieces."""
+def parse(pieces: list[str], functions: tuple[str, ...] = FUNCTIONS, **options: Any) -> Answer:
+    """Returns the text and the calls of an answer that arrives in these pieces."""
     parser, written, text, calls = CallParser(functions, **options), "".join(pieces), "", []
     for number, piece in enumerate(pieces, start=1):
-        shown, found = parser.push(piece, last=number == len(pieces))
-        assert shown == "".join(written[begin:end] for begin, end in parser.spans if begin >= 0)
+        new_text, new_calls = parser.push(piece, last=number == len(pieces))
+        assert new_text == "".join(written[begin:end] for begin, end in parser.spans if begin >= 0)
         assert all(end <= parser.decided for _, end in parser.spans)
-        text, calls = text + shown, calls + found
+        text, calls = text + new_text, calls + new_calls
     assert parser.decided == len(written)
     assert parser.n_calls == len(calls) == len({call["id"] for call in calls})
     return text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
 ONE = ("weather", '{"city": "Oslo"}')
-FORMS = {                                # answers that consist of one call
+FORMS = {                                # each of these answers consists of one call
     "bare": OSLO,
     "bare, white space": f" \n{OSLO}\n",
     "more fields": f'{OSLO[:-1]}, "id": "x"}}',
@@ -140,7 +143,7 @@ FORMS = {                                # answers that consist of one call
     "tag of OpenAI's": f'<tool_calls>[{{"function":{OSLO}}}]</tool_calls>',
     "tag without end": f"<tool_call>\n{OSLO}\n",
 }
-UNENDED = {                              # formats after which no text can follow
+UNENDED = {                              # no text can follow these formats
     "fence without end": f"```json\n{OSLO}",
     "fence, cut end": f"```json\n{OSLO}\n``",
     "tag, cut end": f"<tool_call>{OSLO}</tool_ca",
@@ -153,8 +156,8 @@ UNENDED = {                              # formats after which no text can follo
 def test_every_form_is_a_call_with_prose_around_it(form: str, before: str, after: str) -> None:
     after = after if form in FORMS else ""
     written = before + {**FORMS, **UNENDED}[form] + after
-    assert parsed([written]) == (before.rstrip() + after.lstrip(), [ONE])
-    assert parsed([*written, ""]) == parsed([written])
+    assert parse([written]) == (before.rstrip() + after.lstrip(), [ONE])
+    assert parse([*written, ""]) == parse([written])
 
 
 @pytest.mark.parametrize("written", [
@@ -162,9 +165,9 @@ def test_every_form_is_a_call_with_prose_around_it(form: str, before: str, after
     f"```json\n{OSLO}\n```\n\n```json\n{RAIN}\n```", f"<tool_call>{OSLO}</tool_call>\n<tool_call>{RAIN}</tool_call>",
     f"<tool_call>{OSLO}<tool_call>{RAIN}", f"<tool_call>\n{OSLO}\n{RAIN}\n</tool_call>", f"<tool_calls>[{OSLO}, {RAIN}]"])
 def test_several_calls_in_a_row(written: str) -> None:
-    assert parsed([written]) == ("", [ONE, ("rain", "{}")])
-    assert parsed([*written, ""]) == parsed([written])
-    assert parsed([*f"{written} and so on", ""], most=1) == ("", [ONE])
+    assert parse([written]) == ("", [ONE, ("rain", "{}")])
+    assert parse([*written, ""]) == parse([written])
+    assert parse([*f"{written} and so on", ""], most=1) == ("", [ONE])
 
 
 @pytest.mark.parametrize("written", [
@@ -177,8 +180,8 @@ def test_several_calls_in_a_row(written: str) -> None:
     f'{{"result": {OSLO}}}', f'["x", {OSLO}]', f"```python\ncall = {OSLO}\n```", '```json\n{"a": 1}\n```',
     f'```json\n{{"calls": {OSLO}}}\n{OSLO}\n```', f"`{OSLO}`", f"<think>Do I say {OSLO} now?"])
 def test_a_text_that_is_no_call_stays_a_text(written: str) -> None:
-    assert parsed([written]) == (written, [])
-    assert parsed([*written, ""]) == (written, [])
+    assert parse([written]) == (written, [])
+    assert parse([*written, ""]) == (written, [])
 
 
 @pytest.mark.parametrize("arguments", [
@@ -187,33 +190,33 @@ def test_a_text_that_is_no_call_stays_a_text(written: str) -> None:
 def test_arguments_are_as_they_were_written(arguments: str) -> None:
     for written in (f'{{"name": "weather", "arguments": {arguments}}}',
                     f'```json\n{{"arguments":{arguments},"name":"weather"}}\n```'):
-        assert parsed([*written, ""]) == parsed([written]) == ("", [("weather", arguments)])
+        assert parse([*written, ""]) == parse([written]) == ("", [("weather", arguments)])
 
 
 @pytest.mark.parametrize("written", [
     '{"name": "rain"}', '```json\n{"name":"rain"}\n```', '<tool_call>{"name": "rain"}</tool_call>',
     '[{"name": "rain", "id": "1"}]', '{"type": "function", "function": {"name": "rain"}}'])
 def test_a_call_may_have_no_arguments(written: str) -> None:
-    assert parsed([written]) == parsed([*written, ""]) == ("", [("rain", "{}")])
+    assert parse([written]) == parse([*written, ""]) == ("", [("rain", "{}")])
 
 
 @pytest.mark.parametrize("arguments", ["null", '""', '"{}"', '" {} "'])
 def test_no_arguments_are_an_empty_object(arguments: str) -> None:
-    assert parsed([f'{{"name": "rain", "arguments": {arguments}}}']) == ("", [("rain", "{}")])
+    assert parse([f'{{"name": "rain", "arguments": {arguments}}}']) == ("", [("rain", "{}")])
 
 
 def test_arguments_in_a_string_are_text_that_can_be_sent() -> None:
-    _, [(_, arguments)] = parsed(['{"name": "rain", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}'])
+    _, [(_, arguments)] = parse(['{"name": "rain", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}'])
     assert json.loads(arguments.encode()) == {"a": "\ud83d"}
 
 
-@pytest.mark.parametrize(("rest", "found"), [
+@pytest.mark.parametrize(("rest", "expected"), [
     ('weather","arguments":{"city":"Ys"}}', ("", [("weather", '{"city":"Ys"}')])), ('weath', ('```json\n{"name":"weath', []))])
-def test_the_beginning_of_a_call_that_a_model_was_given_belongs_to_it(rest: str, found: Found) -> None:
+def test_the_beginning_of_a_call_that_a_model_was_given_belongs_to_it(rest: str, expected: Answer) -> None:
     start = CALL_START[0]
     parser = CallParser(FUNCTIONS, start)
     text, calls = parser.push(rest, last=True)
-    assert (text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]) == found
+    assert (text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]) == expected
     assert parser.decided == len(rest)
 
 
@@ -235,8 +238,8 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=14).map("".joi
 def test_an_answer_is_parsed_alike_however_it_is_cut(written: str, data: st.DataObject, most: int | None) -> None:
     places = data.draw(st.lists(st.integers(0, len(written)), max_size=8).map(sorted))
     pieces = [written[begin:end] for begin, end in pairwise([0, *places, len(written)])]
-    whole = parsed([written], most=most)
-    assert parsed(pieces, most=most) == parsed([*written, ""], most=most) == whole
+    whole = parse([written], most=most)
+    assert parse(pieces, most=most) == parse([*written, ""], most=most) == whole
     assert whole[1] or whole[0] == written
 
 
@@ -254,6 +257,6 @@ def test_what_the_template_shows_of_calls_is_found_again(prose: str, calls: list
     tool_calls = [call_of(name, json.dumps(arguments)) for name, arguments in calls]
     alone, with_calls = (chat_template("g1").render([each], False).removeprefix("Assistant:")
                          for each in (message, {**message, "tool_calls": tool_calls}))
-    text, found = parsed([with_calls])
-    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    text, parsed_calls = parse([with_calls])
+    assert [(name, json.loads(arguments)) for name, arguments in parsed_calls] == calls
     assert text.strip() == alone.strip()

@@ -31,7 +31,7 @@ THOUGHT = {**HELLO, "reasoning_content": "A greeting.\nIn Chinese?"}
 WHO = {"role": "user", "content": "\n Who are\r\n\r\nyou? 42 "}
 TALK, THOUGHTFUL = [SYSTEM, HI, HELLO, WHO], [SYSTEM, HI, THOUGHT, WHO]
 
-# The conversation, the setting for reasoning, and the rendering in the documents
+# A case has the template, the conversation, the settings for reasoning, and the rendering in the documents
 G1 = "System: Be brief.\nBe kind.\n\nUser: Hello world\n\nAssistant: 你好\n\nUser: Who are\nyou? 42"
 SHOWN = "<think>\nA greeting.\nIn Chinese?\n</think>\n你好"
 G1_THOUGHT = G1.replace("你好", SHOWN)
@@ -53,7 +53,7 @@ WRITTEN: list[tuple[str, list[Message], Think, str | None, str]] = [
 
 
 def template_of(name: str) -> ChatTemplate:
-    """A chat template by its name, or from its jinja2 source."""
+    """Returns a chat template by its name, or from its jinja2 source."""
     return JinjaTemplate(name, "a.jinja") if "{%" in name else chat_template(name)
 
 
@@ -70,7 +70,7 @@ def test_a_prompt_has_the_ids_of_the_documented_text(template: str, talk: list[M
 
 
 def test_ids_that_others_have_published() -> None:
-    """The ids in vllm-rwkv's tests: "Hello world" and "你好"; a flower is World's token 10060."""
+    """vllm-rwkv's tests have these ids of "Hello world" and "你好". A flower is World's token 10060."""
     assert ids_of("flower", [HI, HELLO, HI], "fake") == [
         END_OF_TEXT, *WORLD.encode("User"), 10060, 33155, 40213, 10060, *WORLD.encode("\nBot"), 10060, 10464, 11685, 10060,
         *WORLD.encode("\nUser"), 10060, 33155, 40213, 10060, *WORLD.encode("\nBot"), 10060, *WORLD.encode("<think></think")]
@@ -93,7 +93,7 @@ def test_nobody_types_the_end_of_a_turn_in_the_flower_form() -> None:
     assert "✿" in chat_template("g1").render([{"role": "user", "content": "a✿"}])
 
 
-# Written for this test; they behave like the templates in published files
+# These were written for this test; they behave like the templates in published files
 
 CONVERTED = """{%- set seen = namespace(system='') -%}
 {%- for m in messages if m.role == 'system' %}{% set seen.system = m.content %}{% endfor -%}
@@ -110,7 +110,7 @@ PLAIN = [{"role": "system", "content": "Be brief."}, HI, {"role": "assistant", "
 
 
 def as_others_render(template: str, talk: Sequence[Message], **options: Any) -> list[int]:
-    """The ids of a prompt rendered by jinja2 alone, in which the name of World's token 0 is replaced by that token."""
+    """Returns the ids of a prompt rendered by jinja2 alone, with World's token 0 in place of the token's name."""
     name = "<|rwkv_tokenizer_end_of_text|>"
     text = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template).render(
         messages=talk, add_generation_prompt=True, bos_token=name, eos_token=name, **options)
@@ -131,8 +131,8 @@ def test_a_template_in_a_file_gives_the_ids_of_jinja2(template: str, think: Thin
 
 @pytest.mark.parametrize("template", [CONVERTED, FLA], ids=["llama.cpp's", "fla's"])
 def test_a_template_in_a_file_stops_where_the_user_s_turn_begins(template: str) -> None:
-    found = template_of(template)
-    assert (found.stop, found.thinks) == (("\n\nUser:",), True)
+    result = template_of(template)
+    assert (result.stop, result.thinks) == (("\n\nUser:",), True)
 
 
 @pytest.mark.parametrize("template", [CONVERTED, FLA], ids=["llama.cpp's", "fla's"])
@@ -145,8 +145,8 @@ def test_hints_are_for_prompts_in_the_author_s_form(template: str) -> None:
 
 
 def test_thoughts_of_earlier_turns_are_the_template_s_own_affair() -> None:
-    kept = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
-    assert ids_of(kept, [THOUGHT]) == WORLD.encode("[A greeting.\nIn Chinese?|你好]")
+    with_thoughts = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    assert ids_of(with_thoughts, [THOUGHT]) == WORLD.encode("[A greeting.\nIn Chinese?|你好]")
     assert ids_of(CONVERTED, [HI, THOUGHT, HI]) == ids_of(CONVERTED, [HI, HELLO, HI])
 
 

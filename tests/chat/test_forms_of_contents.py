@@ -1,4 +1,7 @@
-"""jinja2 templates that read `content` as parts or under other names, without losing text; and templates that never end."""
+"""Tests of jinja2 templates that read `content` as parts or under other names, without losing text.
+
+Templates that never end are refused.
+"""
 
 import json
 from pathlib import Path
@@ -81,9 +84,9 @@ def test_the_template_named_tool_use_shows_tools(tmp_path: Path) -> None:
 def test_arguments_with_half_a_surrogate_pair_can_be_shown() -> None:
     for arguments in (r'{"a": "\ud800", "\udfff": ["x\ud83d"]}', {"a": "\ud800", "\udfff": ["x\ud83d"]}):
         call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        shown, = check_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
-        assert shown["tool_calls"][0]["function"]["arguments"] == {"a": "\ufffd", "\ufffd": ["x\ufffd"]}
-        chat_template("g1").render([{"role": "user", "content": "a"}, shown]).encode()
+        message, = check_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        assert message["tool_calls"][0]["function"]["arguments"] == {"a": "\ufffd", "\ufffd": ["x\ufffd"]}
+        chat_template("g1").render([{"role": "user", "content": "a"}, message]).encode()
 
 
 GROWING = "{% set n = namespace(s=START) %}{% for i in range(64) %}{% set n.s = MORE %}{% endfor %}{{ n.s }}"

@@ -1,4 +1,4 @@
-"""Chat metadata of checkpoints: templates in tokenizer_config.json and in GGUF, names, sampling options."""
+"""Tests of checkpoints' chat metadata: templates in tokenizer_config.json and in GGUF, names, and sampling options."""
 
 import json
 from pathlib import Path
@@ -38,12 +38,12 @@ def gguf_file(path: Path, **metadata: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("stated", [
+@pytest.mark.parametrize("value", [
     TEMPLATE, {"default": TEMPLATE, "tool_use": "-"},
     [{"name": "tool_use", "template": "-"}, {"name": "default", "template": TEMPLATE}],
 ], ids=["text", "by name", "list"])
-def test_tokenizer_config_holds_the_default(tmp_path: Path, stated: Any) -> None:
-    name = default_template(directory(tmp_path / "rwkv7-g1k", chat_template=stated)).template
+def test_tokenizer_config_holds_the_default(tmp_path: Path, value: Any) -> None:
+    name = default_template(directory(tmp_path / "rwkv7-g1k", chat_template=value)).template
     assert chat_template(name).render(TALK) == "<user>Hi\n<assistant>"
 
 
@@ -53,9 +53,9 @@ def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
     assert chat_template(default_template(folder).template).render(TALK) == "<user>Hi\n<assistant>"
 
 
-@pytest.mark.parametrize("stated", [None, 3, [], ["text"], [{"name": "tool_use", "template": TEMPLATE}], {}])
-def test_without_a_default_the_name_decides(tmp_path: Path, stated: Any) -> None:
-    folder = directory(tmp_path / "rwkv7-g1k-1.5b", chat_template=stated)
+@pytest.mark.parametrize("value", [None, 3, [], ["text"], [{"name": "tool_use", "template": TEMPLATE}], {}])
+def test_without_a_default_the_name_decides(tmp_path: Path, value: Any) -> None:
+    folder = directory(tmp_path / "rwkv7-g1k-1.5b", chat_template=value)
     assert default_template(folder).template == "g1"
     with pytest.raises(UserError):
         chat_template(f"{folder}/tokenizer_config.json")
@@ -82,7 +82,7 @@ def test_the_name_in_the_file_counts_where_the_files_own_says_nothing(tmp_path: 
 
 
 def test_the_world_vocabularys_end_in_a_template_is_that_token(tmp_path: Path) -> None:
-    """fla's template renders it before a conversation; in a message it is plain text."""
+    """fla's template renders the token before a conversation, but the token's name in a message is plain text."""
     end = "<|rwkv_tokenizer_end_of_text|>"
     folder = directory(tmp_path / "fla", chat_template=f"{{{{ '{end}' }}}}{TEMPLATE}")
     template = chat_template(default_template(folder).template)
@@ -99,8 +99,8 @@ def test_sampling_counts_where_it_is_used(tmp_path: Path) -> None:
     for content, expected in ((options, {"temperature": 0.8, "top_p": 0.5}), (options | {"do_sample": False}, {}), ([], {}),
                               (options | {"top_k": -1, "top_p": None}, {"temperature": 0.8, "top_k": 0})):
         file.write_text(json.dumps(content))
-        found = generation_in(folder)
-        assert (found.file, found.sampling) == (file, expected)
+        generation = generation_in(folder)
+        assert (generation.file, generation.sampling) == (file, expected)
 
 
 def test_a_gguf_states_sampling_too(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_gguf_states_sampling_too(tmp_path: Path) -> None:
 
 
 def test_penalties_stops_and_a_limit_count_without_do_sample(tmp_path: Path) -> None:
-    """As in transformers, where penalties also apply to greedy decoding."""
+    """Penalties also apply to greedy decoding, as in transformers."""
     folder = Path(directory(tmp_path / "model"))
     file = folder / "generation_config.json"
     file.write_text(json.dumps({"temperature": 0.8, "repetition_penalty": 1.2, "penalty_decay": 0.9, "stop_strings": "\nUser:",
@@ -135,16 +135,16 @@ def test_each_kind_of_answer_has_its_file_or_else_the_usual_one(tmp_path: Path) 
     assert [generation_in(folder, **kind).sampling["temperature"] for kind in kinds] == [0.1] * 4
 
 
-@pytest.mark.parametrize("stated", ['"stop_strings": 5', '"stop_strings": ["a", ""]', '"stop_strings": [3]',
+@pytest.mark.parametrize("fields", ['"stop_strings": 5', '"stop_strings": ["a", ""]', '"stop_strings": [3]',
                                     '"max_new_tokens": 0', '"max_new_tokens": 1.5', '"max_new_tokens": "many"',
                                     '"max_new_tokens": true', '"max_new_tokens": NaN', '"max_new_tokens": Infinity'])
-def test_a_wrong_stop_or_limit_names_the_file(tmp_path: Path, stated: str) -> None:
+def test_a_wrong_stop_or_limit_names_the_file(tmp_path: Path, fields: str) -> None:
     folder = Path(directory(tmp_path / "model"))
-    (folder / "generation_config.json").write_text(f"{{{stated}}}")
+    (folder / "generation_config.json").write_text(f"{{{fields}}}")
     with pytest.raises(UserError) as error:
         generation_in(folder)
     assert "generation_config.json" in str(error.value)
-    assert stated.split('"')[1] in str(error.value)
+    assert fields.split('"')[1] in str(error.value)
 
 
 def test_a_damaged_file_is_a_users_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The chat template and the context length of released models, found by the file's name and by the model's name."""
+"""Tests that the names of a file and of its model tell the chat template and the context length of a released model."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from rwkv.chat.names import choose_template, default_template, trained_length
 
-RELEASED: list[tuple[str, str, int | None]] = [          # name, template, context length
+RELEASED: list[tuple[str, str, int | None]] = [          # a case has a name, a template and a context length
     ("rwkv7-g1k-1.5b-20260930-ctx25600.pth", "g1", 25600),
     ("rwkv7-g1k-1.5b-20260930-ctx25600-Q4_K_M.gguf", "g1", 25600),
     ("models/rwkv7-g1j-7.2b-20260831-ctx16384.pth", "g1", 16384),

@@ -1,4 +1,6 @@
-"""Separating reasoning from the text after it, for any split of an answer into pieces; and the fields that request it."""
+"""Tests of separating reasoning from the text after it, for any split of an answer into pieces, and of the fields that request
+it.
+"""
 
 import pytest
 from hypothesis import example, given
@@ -15,7 +17,8 @@ from rwkv.chat.thoughts import (
     with_hint,
 )
 
-ANSWERS: list[tuple[str, str, str, str]] = [     # end of the prompt, generated text, reasoning, answer
+# a case has the end of the prompt, the generated text, the reasoning and the answer
+ANSWERS: list[tuple[str, str, str, str]] = [
     ("", "Yes.", "", "Yes."), ("", " \n Yes.", "", "Yes."), ("", "", "", ""),
     ("", "<think>\n2 + 2\n\nis 4\n</think>\n\n4", "2 + 2\n\nis 4", "4"), ("", " <think>a</think>b", "a", "b"),
     ("", "<think>cut", "cut", ""), ("", "<think></think>4", "", "4"), ("", "<think>\n\n</think>\n4\n", "", "4\n"),
@@ -30,7 +33,7 @@ ANSWERS: list[tuple[str, str, str, str]] = [     # end of the prompt, generated 
     ("<think>\n\n</think>\n\n", "> 4", "", "> 4"), ("<think></think>\n", "<think>a</think>b", "", "<think>a</think>b")]
 
 
-def parsed(start: str, pieces: list[str]) -> tuple[str, str]:
+def parse(start: str, pieces: list[str]) -> tuple[str, str]:
     parser = ThoughtParser(start)
     pairs = [parser.push(piece) for piece in pieces] + [parser.push("", last=True)]
     written = "".join(pieces)
@@ -43,7 +46,7 @@ def parsed(start: str, pieces: list[str]) -> tuple[str, str]:
 @pytest.mark.parametrize(("start", "written", "thoughts", "text"), ANSWERS)
 def test_thoughts_are_parted_from_the_text(start: str, written: str, thoughts: str, text: str) -> None:
     assert ThoughtParser(start).push(written, last=True) == (thoughts, text)
-    assert parsed(start, list(written)) == (thoughts, text)
+    assert parse(start, list(written)) == (thoughts, text)
     message = answer_message(start, written)
     assert (message.get("reasoning_content", ""), message["content"]) == (thoughts, text.rstrip())
 
@@ -54,16 +57,16 @@ def test_an_answer_that_is_cut_and_continued_has_the_same_thoughts_and_text(answ
               for cut in range(1, len(mark))}
     thoughts, text = ThoughtParser().push(answer, last=True)
     for cut in set(range(1, len(answer))) - inside:
-        begun, rest = answer[:cut], answer[cut:]
-        if START.startswith(begun.strip()):
-            continue                     # too short to decide
-        first = ThoughtParser().push(begun, last=True)
-        start, continues = parser_arguments(begun, thinks=True)
+        beginning, rest = answer[:cut], answer[cut:]
+        if START.startswith(beginning.strip()):
+            continue                     # the beginning is too short to decide
+        first = ThoughtParser().push(beginning, last=True)
+        start, continues = parser_arguments(beginning, thinks=True)
         parser = ThoughtParser(start, continues=continues)
         pairs = [*(parser.push(piece) for piece in rest), parser.push("", last=True)]
         second = ["".join(pair[part] for pair in pairs) for part in (0, 1)]
-        assert "".join((first[0] + second[0]).split()) == "".join(thoughts.split()), begun
-        assert "".join((first[1] + second[1]).split()) == "".join(text.split()), begun
+        assert "".join((first[0] + second[0]).split()) == "".join(thoughts.split()), beginning
+        assert "".join((first[1] + second[1]).split()) == "".join(text.split()), beginning
         assert rest[parser.text_place:] == second[1]
         if continues and not start:
             assert second == ["", rest], "white space, too"
@@ -73,24 +76,24 @@ def test_an_answer_that_is_cut_and_continued_has_the_same_thoughts_and_text(answ
     st.sampled_from(["<think>", "</think>", "<", "</", "think>", ">", " ", "\n"]), st.text("a<>/ \n", max_size=4))))
 @example("<think", ["a ", " </thi", "n b", " </", "think", "> ", " c"])
 def test_the_pieces_do_not_matter(start: str, pieces: list[str]) -> None:
-    assert parsed(start, pieces) == ThoughtParser(start).push("".join(pieces), last=True)
+    assert parse(start, pieces) == ThoughtParser(start).push("".join(pieces), last=True)
 
 
 def test_what_is_certain_is_shown_at_once() -> None:
     parser = ThoughtParser("<think")
-    shown = [parser.push(piece) for piece in (">", "\na", " b", "</", "b", "</think>", "\n", "c", " <think>")]
-    assert shown == [("", ""), ("a", ""), (" b", ""), ("", ""), ("</b", ""), ("", ""), ("", ""), ("", "c"), ("", " <think>")]
+    results = [parser.push(piece) for piece in (">", "\na", " b", "</", "b", "</think>", "\n", "c", " <think>")]
+    assert results == [("", ""), ("a", ""), (" b", ""), ("", ""), ("</b", ""), ("", ""), ("", ""), ("", "c"), ("", " <think>")]
 
 
 def test_without_thoughts_all_is_text() -> None:
     assert ThoughtParser(thinks=False).push(" <think>a</think>", last=True) == ("", "<think>a</think>")
 
 
-@pytest.mark.parametrize(("prompt", "begun"), [
+@pytest.mark.parametrize(("prompt", "beginning"), [
     ("Assistant: <think", "<think"), ("Assistant: <think>\n</think", "<think>\n</think"), ("bot\n<think>\n\n</think>\n\n",
      "<think>\n\n</think>\n\n"), ("<think>\n", "<think>\n"), ("Assistant:", ""), ("<think>a</think>", ""), ("<thinking", "")])
-def test_the_beginning_of_thoughts_is_found_in_a_prompt(prompt: str, begun: str) -> None:
-    assert thoughts_at_end(prompt) == begun
+def test_the_beginning_of_thoughts_is_found_in_a_prompt(prompt: str, beginning: str) -> None:
+    assert thoughts_at_end(prompt) == beginning
 
 
 @pytest.mark.parametrize(("start", "ended"), [

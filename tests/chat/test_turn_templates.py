@@ -1,4 +1,4 @@
-"""Chat templates: the published formats, the parts that are trained on, jinja2 files, and invalid messages."""
+"""Tests of chat templates: the published formats, the parts that are trained on, jinja2 files, and invalid messages."""
 
 from functools import cache
 from pathlib import Path
@@ -87,12 +87,13 @@ ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_excep
 
 
 def turns(user: str, answer: str, prompt: str = "", before: str = "", after: str = "") -> str:
-    """A template made of the jinja2 expressions for a user's turn, an answer and a prompt."""
+    """Returns a template made of the jinja2 expressions for a user's turn, an answer and a prompt."""
     return (before + "{% for m in messages %}" + ALTERNATE + "{% if m.role == 'user' %}{{ " + user + " }}{% else %}{{ " + answer
             + " }}{% endif %}{% endfor %}" + (PROMPT.replace("'PROMPT'", prompt) if prompt else "") + after)
 
 
-FAMILIES: dict[str, tuple[str, tuple[str, ...], list[str]]] = {    # the template, its stop strings, and the trained answers
+# a case has the template, its stop strings, and the trained answers
+FAMILIES: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "llama 3": (turns("'<|s|>user<|h|>\\n\\n' + m.content | trim + '<|eot|>'",
                       "'<|s|>assistant<|h|>\\n\\n' + m.content | trim + '<|eot|>'", "'<|s|>assistant<|h|>\\n\\n'"),
                 ("<|eot|>",), ["yes<|eot|>", "no<|eot|>"]),
@@ -152,7 +153,10 @@ def template_file(folder: Path, text: str) -> ChatTemplate:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_end_of_an_answer_is_found(family: str) -> None:
-    """The end stops an answer and is trained on; and a prompt is a prefix of the text in which its answer is trained on."""
+    """The end stops an answer and is trained on.
+
+    A prompt is a prefix of the text in which its answer is trained on.
+    """
     text, stop, answers = FAMILIES[family]
     template = JinjaTemplate(text, family)
     system = [{"role": "system", "content": "Be kind."}] if "no system" in text else []
@@ -173,8 +177,8 @@ TEXTS = st.text("ab \n<|>@[]:", max_size=6)
 @given(st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), min_size=1, max_size=3))
 def test_parts_are_the_text_and_follow_their_prompts(talk: list[tuple[str, str, bool]]) -> None:
     messages: list[dict[str, Any]] = []
-    for asked, answered, weight in talk:
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered, "weight": int(weight)}]
+    for question, answer, weight in talk:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer, "weight": int(weight)}]
     for template in _families():
         prompts = [template.render(messages[:i]) for i in range(1, len(messages), 2)]
         text = ""
@@ -277,7 +281,7 @@ def test_an_answer_that_is_not_learnt_is_context(name: str, chatml: str, fields:
 def test_a_part_of_a_weight_or_of_an_answer_is_refused_by_name(message: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError, match=rf"messages\[0\]\.{field}"):
         is_learnt(message, "messages[0]")
-    assert chat_template("world").render([{"content": "a", **message}])              # not the server's business
+    assert chat_template("world").render([{"content": "a", **message}])              # rendering ignores these fields
 
 
 @pytest.mark.parametrize(("messages", "field"), [

@@ -1,4 +1,4 @@
-"""Conversations: their formats, the exact parts that are trained on, and packing with minimal padding and no leaks."""
+"""Tests of conversations: their formats, the exact parts that are trained on, and packing with little padding and no leaks."""
 
 import gzip
 import json
@@ -49,7 +49,7 @@ def talks(tmp_path: Path) -> Corpus:
 
 
 def test_what_is_learnt_is_the_answers_letter_by_letter(talks: Corpus) -> None:
-    """The first conversation is for validation; byte tokens are letters."""
+    """The first conversation is for validation, and each token is a byte."""
     assert talks.conversations is not None
     train, val = talks.conversations
     for split, chosen in ((train, TALKS[1:]), (val, TALKS[:1])):
@@ -63,7 +63,7 @@ def test_what_is_learnt_is_the_answers_letter_by_letter(talks: Corpus) -> None:
                 flags.append(learnt)
         assert split.tokens[:].tolist() == ids
         assert split.learnt[:].tolist() == flags
-        assert split.learnt_bytes == sum(flags) - len(chosen)        # without end_of_text
+        assert split.learnt_bytes == sum(flags) - len(chosen)        # end_of_text has no bytes
     assert next(annotated_conversations(train, talks.tokenizer)) == "User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"
 
 
@@ -80,14 +80,14 @@ def test_what_is_learnt_is_the_answers_letter_by_letter(talks: Corpus) -> None:
     {"query": "One?", "response": "1", "history": []}, {"prompt": "One?", "response": "1", "messages": []},
 ])
 def test_all_forms_are_the_same_conversation(tmp_path: Path, line: Any) -> None:
-    found = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line])
-    assert found.conversations is not None
-    assert shown(found) == ["User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"]
+    actual = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line])
+    assert actual.conversations is not None
+    assert texts_of(actual) == ["User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"]
 
 
-def shown(found: Corpus) -> list[str]:
-    assert found.conversations is not None
-    return list(annotated_conversations(found.conversations[0], found.tokenizer))
+def texts_of(data: Corpus) -> list[str]:
+    assert data.conversations is not None
+    return list(annotated_conversations(data.conversations[0], data.tokenizer))
 
 
 @pytest.mark.parametrize(("line", "text"), [
@@ -105,8 +105,8 @@ def shown(found: Corpus) -> list[str]:
      "User: a\n\nAssistant:[[ yes\n\n]]User: b\n\nAssistant: BAD\n\n<end of text>"),
 ])
 def test_what_is_learnt_of_other_forms(tmp_path: Path, line: Any, text: str) -> None:
-    found = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line])
-    assert shown(found) == [text if text.endswith("<end of text>") else f"{text}<end of text>]]"]
+    actual = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line])
+    assert texts_of(actual) == [text if text.endswith("<end of text>") else f"{text}<end of text>]]"]
 
 
 @pytest.mark.parametrize("form", ["OpenAI's", "OpenAI's in strings", "OpenAI's older one", "ShareGPT's"])
@@ -116,27 +116,27 @@ def test_calls_are_learnt_and_tools_and_results_are_not(tmp_path: Path, form: st
     call = {"name": "f", "arguments": {"x": "ä"}}
     as_text = {**call, "arguments": json.dumps(call["arguments"])}
     tools, tool_call = [{"type": "function", "function": function}], {"id": "1", "type": "function", "function": as_text}
-    asked, said = messages("a", "yes")
-    result, called = {"role": "tool", "tool_call_id": "1", "content": "3"}, {"role": "assistant", "content": None}
+    user, answer = messages("a", "yes")
+    result, turn = {"role": "tool", "tool_call_id": "1", "content": "3"}, {"role": "assistant", "content": None}
     line: dict[str, Any] = {
-        "OpenAI's": {"messages": [asked, {**called, "tool_calls": [tool_call]}, result, said], "tools": tools},
-        "OpenAI's in strings": {"messages": [asked, {**called, "tool_calls": json.dumps([tool_call])}, result, said],
+        "OpenAI's": {"messages": [user, {**turn, "tool_calls": [tool_call]}, result, answer], "tools": tools},
+        "OpenAI's in strings": {"messages": [user, {**turn, "tool_calls": json.dumps([tool_call])}, result, answer],
                                 "tools": json.dumps(tools)},
-        "OpenAI's older one": {"messages": [asked, {**called, "function_call": as_text}, {**result, "role": "function"}, said],
+        "OpenAI's older one": {"messages": [user, {**turn, "function_call": as_text}, {**result, "role": "function"}, answer],
                                "functions": [function]},
         "ShareGPT's": {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": json.dumps(call)},
                                          {"from": "observation", "value": "3"}, {"from": "gpt", "value": "yes"}],
                        "tools": json.dumps([function])}}[form]
-    found = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line], template="g1")
-    assert shown(found) == ['System: Tools:\n[\n{"name":"f","arguments":{"x":{}}}\n]\nReturn only a JSON function call.\n\n'
-                            'User: a\n\nAssistant:[[ ```json\n{"name":"f","arguments":{"x":"ä"}}\n```\n\n]]'
-                            "User: Function output:\n3\n\nAssistant:[[ yes\n\n<end of text>]]"]
+    actual = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line], template="g1")
+    assert texts_of(actual) == ['System: Tools:\n[\n{"name":"f","arguments":{"x":{}}}\n]\nReturn only a JSON function call.\n\n'
+                                'User: a\n\nAssistant:[[ ```json\n{"name":"f","arguments":{"x":"ä"}}\n```\n\n]]'
+                                "User: Function output:\n3\n\nAssistant:[[ yes\n\n<end of text>]]"]
 
 
 def test_tools_that_a_template_cannot_show_are_named_with_their_line(tmp_path: Path) -> None:
     talk = {"messages": messages("a", "yes")}
-    for template, tool, said in (("world", {"name": "f"}, "tools.*g1"), ("g1", {"x": 1}, r"tools\[0\] must be .* a name")):
-        with pytest.raises(UserError, match=f"line 2: {said}"):
+    for template, tool, words in (("world", {"name": "f"}, "tools.*g1"), ("g1", {"x": 1}, r"tools\[0\] must be .* a name")):
+        with pytest.raises(UserError, match=f"line 2: {words}"):
             corpus(tmp_path, [talk, {**talk, "tools": [tool]}], template=template)
 
 
@@ -144,10 +144,10 @@ def test_an_end_of_text_that_the_template_names_ends_the_conversation_once(tmp_p
     (tmp_path / "tokenizer.json").write_text(chatml())
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}")
     lines = [{"messages": messages("a", "b")}, {"messages": messages("c", "d")}]
-    found = corpus(tmp_path, lines, tokenizer=str(tmp_path / "tokenizer.json"), template=str(tmp_path / "t.jinja"),
-                   end_of_text="<|im_end|>")
-    assert found.conversations is not None
-    assert [*annotated_conversations(found.conversations[0], found.tokenizer)] == ["c<end of text>[[d<end of text>]]"]
+    actual = corpus(tmp_path, lines, tokenizer=str(tmp_path / "tokenizer.json"), template=str(tmp_path / "t.jinja"),
+                    end_of_text="<|im_end|>")
+    assert actual.conversations is not None
+    assert [*annotated_conversations(actual.conversations[0], actual.tokenizer)] == ["c<end of text>[[d<end of text>]]"]
 
 
 @pytest.mark.parametrize(("template", "text"), [
@@ -160,13 +160,16 @@ def test_an_end_of_text_that_the_template_names_ends_the_conversation_once(tmp_p
      "<user>a<end of text><assistant>[[yes<end of text>]]<user>b<end of text><assistant>[[no<end of text>]]"),
 ])
 def test_eos_token_is_the_end_of_text(tmp_path: Path, template: str, text: str) -> None:
-    """One id after each answer, and no second one at the end. A char tokenizer is made of the text without it."""
+    """The ids have one end of text after each answer, and no second one at the end.
+
+    A char tokenizer is made from the text without end-of-text.
+    """
     (tmp_path / "t.jinja").write_text(template)
     talk = {"messages": [*messages("a", "yes"), *messages("b", "no")]}
-    found = corpus(tmp_path, [talk] * 3, template=str(tmp_path / "t.jinja"), tokenizer="char")
-    assert shown(found) == [text, text]
-    assert found.conversations is not None
-    assert found.conversations[1].bytes == len(text.replace("<end of text>", "").replace("[[", "").replace("]]", ""))
+    actual = corpus(tmp_path, [talk] * 3, template=str(tmp_path / "t.jinja"), tokenizer="char")
+    assert texts_of(actual) == [text, text]
+    assert actual.conversations is not None
+    assert actual.conversations[1].bytes == len(text.replace("<end of text>", "").replace("[[", "").replace("]]", ""))
 
 
 def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -175,11 +178,11 @@ def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_p
     bad = {**lines[0], "weight": 0}
     question, answer = messages("?", "BAD")
     rejected = {"prompt": "a", "completion": "BAD", "label": False}
-    found = corpus(tmp_path, [bad, rejected, *lines[:2], {"messages": [question, {**answer, "weight": 0}]}, *lines[2:]])
-    assert (shown(found), found.val[:].tolist()) == (shown(expected), expected.val[:].tolist())
-    assert found.conversations is not None
-    assert found.conversations[0].left_out == 3
-    assert "3 others omitted" in found.describe()
+    actual = corpus(tmp_path, [bad, rejected, *lines[:2], {"messages": [question, {**answer, "weight": 0}]}, *lines[2:]])
+    assert (texts_of(actual), actual.val[:].tolist()) == (texts_of(expected), expected.val[:].tolist())
+    assert actual.conversations is not None
+    assert actual.conversations[0].left_out == 3
+    assert "3 others omitted" in actual.describe()
     with pytest.raises(UserError):
         corpus(tmp_path, [bad, lines[0], bad])
 
@@ -199,30 +202,30 @@ def test_a_json_list_is_read_as_lines_are(tmp_path: Path, name: str, content: An
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_bytes(content(lines))
     path = tmp_path / "data" if folder else tmp_path / "data" / name
-    found = read(path, tmp_path)
-    assert shown(found) == shown(expected)
-    assert found.val[:].tolist() == expected.val[:].tolist()
+    actual = read(path, tmp_path)
+    assert texts_of(actual) == texts_of(expected)
+    assert actual.val[:].tolist() == expected.val[:].tolist()
 
 
 def test_a_folder_with_json_lines_is_read_without_its_json_files(tmp_path: Path) -> None:
-    """Which may describe the data; and the line about the data says so."""
+    """The .json files may describe the data. The line about the data says that they are ignored."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text("{}")
     (tmp_path / "data" / "t.jsonl").write_text("\n".join(json.dumps({"messages": messages(*talk)}) for talk in TALKS))
-    found = read(tmp_path / "data", tmp_path)
-    assert len(shown(found)) == len(TALKS) - 1
-    assert "1 .json files are ignored" in found.describe()
+    actual = read(tmp_path / "data", tmp_path)
+    assert len(texts_of(actual)) == len(TALKS) - 1
+    assert "1 .json files are ignored" in actual.describe()
 
 
-@pytest.mark.parametrize(("content", "said"), [
+@pytest.mark.parametrize(("content", "words"), [
     (b'[{"messages": 3}]', "entry 1: messages must be a list"), (b"[]", "has 0 conversations")])
-def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "t.json").write_bytes(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=words):
         read(tmp_path / "t.json", tmp_path)
 
 
-@pytest.mark.parametrize(("line", "said"), [
+@pytest.mark.parametrize(("line", "words"), [
     ("{", "line 2 is not JSON"), ({"text": "a"}, 'line 2: a conversation must have the fields "messages", "con'),
     ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content must be a string"),
     ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no assistant message"),
@@ -244,26 +247,26 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
     ({"question": "a", "context": "c", "answer": "b"}, 'line 2: the fields "question" and "answer" conflict with "context"'),
     ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
 ])
-def test_a_bad_line_is_named(tmp_path: Path, line: Any, said: str) -> None:
-    with pytest.raises(UserError, match=f"talks.jsonl, {said}"):
+def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
+    with pytest.raises(UserError, match=f"talks.jsonl, {words}"):
         corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line, {"messages": messages(*TALKS[1])}])
 
 
 def test_special_tokens_that_the_template_writes_are_tokens(tmp_path: Path) -> None:
-    """What is typed is text, also where it has the name of one; both are shown by their names."""
+    """What a user types is text, also if it has the name of a special token. Both are shown by their names."""
     template, file = tmp_path / "chatml.jinja", tmp_path / "tokenizer.json"
     template.write_text("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
                         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
     file.write_text(chatml())
     talks = [{"messages": messages("a <|im_end|> b", "c <|im_start|>")}] * 2
-    found = corpus(tmp_path, talks, template=str(template), tokenizer=str(file))
-    start, end = (found.tokenizer.special[name] for name in ("<|im_start|>", "<|im_end|>"))
-    ids, learnt = found.train[:].tolist(), found.conversations[0].learnt[:].tolist() if found.conversations else []
+    actual = corpus(tmp_path, talks, template=str(template), tokenizer=str(file))
+    start, end = (actual.tokenizer.special[name] for name in ("<|im_start|>", "<|im_end|>"))
+    ids, learnt = actual.train[:].tolist(), actual.conversations[0].learnt[:].tolist() if actual.conversations else []
     assert [token for token in ids if token in (start, end)] == [start, end, start, end]
     assert [learnt[place] for place, token in enumerate(ids) if token in (start, end)] == [0, 0, 0, 1]
-    assert found.sizes.train_bytes == len("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n"
-                                          "c <|im_start|><|im_end|>\n")
-    shown, = annotated_conversations(found.conversations[0], found.tokenizer) if found.conversations else ()
+    assert actual.sizes.train_bytes == len("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n"
+                                           "c <|im_start|><|im_end|>\n")
+    shown, = annotated_conversations(actual.conversations[0], actual.tokenizer) if actual.conversations else ()
     assert shown.startswith("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n[[c <|im_start|><|im_end|>")
 
 
@@ -271,9 +274,9 @@ def test_the_cache_is_read_again_and_a_damaged_one_made_anew(tmp_path: Path) -> 
     lines = [{"messages": messages(*talk)} for talk in TALKS]
     first = corpus(tmp_path, lines).train[:].tolist()
     ids, = (tmp_path / "cache").glob("chat-*/train.ids")
-    made = ids.stat().st_mtime_ns
+    written_at = ids.stat().st_mtime_ns
     assert corpus(tmp_path, lines).train[:].tolist() == first
-    assert ids.stat().st_mtime_ns == made
+    assert ids.stat().st_mtime_ns == written_at
     ids.write_bytes(b"")
     assert corpus(tmp_path, lines).train[:].tolist() == first
 
@@ -282,15 +285,15 @@ def test_what_the_tokenizer_loses_is_counted_and_bits_of_lost_answers_are_withhe
     letters = sorted({letter for question, answer in TALKS for letter in f"User: {question} Assistant: {answer}\n"} - set("äÄ"))
     (tmp_path / "letters.json").write_text(dropping(letters).definition)
     lines = [{"messages": messages(*talk)} for talk in TALKS]
-    found = corpus(tmp_path, lines, tokenizer=str(tmp_path / "letters.json"))
-    assert found.conversations is not None
-    both = [found.conversations[split].lost.bytes for split in (0, 1)]
-    answers = [found.conversations[split].learnt_lost.bytes for split in (0, 1)]
+    actual = corpus(tmp_path, lines, tokenizer=str(tmp_path / "letters.json"))
+    assert actual.conversations is not None
+    both = [actual.conversations[split].lost.bytes for split in (0, 1)]
+    answers = [actual.conversations[split].learnt_lost.bytes for split in (0, 1)]
     assert (sum(both), sum(answers)) == (4, 2)
-    assert [found.conversations[split].lost.of for split in (0, 1)] == [found.sizes.train_bytes, found.sizes.val_bytes]
-    assert (found.val_bytes_per_token is None) == (answers[1] > 0)
-    assert found.describe_lost()
-    assert corpus(tmp_path, lines, tokenizer=str(tmp_path / "letters.json")).sizes == found.sizes, "from the cache"
+    assert [actual.conversations[split].lost.of for split in (0, 1)] == [actual.sizes.train_bytes, actual.sizes.val_bytes]
+    assert (actual.val_bytes_per_token is None) == (answers[1] > 0)
+    assert actual.describe_lost()
+    assert corpus(tmp_path, lines, tokenizer=str(tmp_path / "letters.json")).sizes == actual.sizes, "from the cache"
 
 
 def test_rows_hold_every_text_once_and_little_padding() -> None:
@@ -343,8 +346,8 @@ def test_packed_rows_equal_one_conversation_a_row(talks: Corpus, generation: str
     for x, y, starts in zip(*batch[:3], strict=True):
         bounds = [*starts.nonzero()[:, 0].tolist(), len(x)]
         for begin, end in pairwise(bounds):
-            counted = int((y[begin:end] != IGNORED).sum())
-            alone = alone + task.loss(x[None, begin:end], y[None, begin:end]) * counted / count
+            n_targets = int((y[begin:end] != IGNORED).sum())
+            alone = alone + task.loss(x[None, begin:end], y[None, begin:end]) * n_targets / count
     alone.backward()
     assert packed.item() == pytest.approx(alone.item(), abs=1e-6)
     for name, parameter in task.model.named_parameters():
@@ -379,7 +382,7 @@ def test_weights_make_the_mean_over_a_step(talks: Corpus) -> None:
 
 
 def test_tbptt_reads_conversations_whole(talks: Corpus) -> None:
-    """From the beginning of a segment, and with the answers alone as targets."""
+    """Each conversation begins a segment, and only its answers are targets."""
     learnt = talks.learnt
     chunks = DocumentChunks(talks.train, 0, 8, streams=3, learnt=learnt)
     plan = next(iter(SegmentSampler(chunks, 16, StepLayout(3), 1, seed=0)))
@@ -394,9 +397,9 @@ def test_tbptt_reads_conversations_whole(talks: Corpus) -> None:
 
 @each_generation
 def test_with_tbptt_validation_reads_conversations_whole(tmp_path: Path, generation: str) -> None:
-    """Its loss is that of each conversation as one sequence, also where no answer begins within ctx_len."""
-    said = ((50, "yes"), (40, "no"), (60, "often"))
-    talks = corpus(tmp_path, [{"messages": messages("a" * n, answer)} for n, answer in said], val_fraction=0.5)
+    """The validation loss is that of each conversation as one sequence, also where no answer begins within ctx_len."""
+    cases = ((50, "yes"), (40, "no"), (60, "often"))
+    talks = corpus(tmp_path, [{"messages": messages("a" * n, answer)} for n, answer in cases], val_fraction=0.5)
     assert talks.conversations is not None
     with pytest.raises(UserError):
         DataModule(talks, DataConfig(batch_size=2), 16, 0).val_dataloader()
@@ -420,12 +423,12 @@ def test_short_conversations_are_validated_in_rows_with_tbptt_too(talks: Corpus)
 
 
 def test_tbptt_divides_no_conversation(talks: Corpus) -> None:
-    """For any number of streams."""
+    """This holds for any number of streams."""
     assert len(DocumentChunks(talks.train, 0, 8, streams=10, learnt=talks.learnt)) == len(TALKS) - 1
 
 
 def test_the_tokens_of_a_batch_of_tbptt_are_all_but_the_padding(talks: Corpus) -> None:
-    """Of the prompts too, which are not learnt: what the throughput counts."""
+    """The throughput counts the tokens of prompts, too, although they are not learnt."""
     chunks = DocumentChunks(talks.train, 0, 8, streams=1, learnt=talks.learnt)
     plan = next(iter(SegmentSampler(chunks, int(chunks.segments.sum()), StepLayout(1), 1, seed=0)))
     batch = SegmentDataset(talks.train, 8, talks.learnt).__getitems__(plan)

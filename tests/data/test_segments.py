@@ -1,4 +1,7 @@
-"""trainer.tbptt's data: every token once an epoch, each segment of one document, one order that resumes from any position."""
+"""Tests of trainer.tbptt's data.
+
+An epoch has every token once, each segment is of one document, and the order resumes from any position.
+"""
 
 import dataclasses
 import io
@@ -27,12 +30,12 @@ from rwkv.model.loss import IGNORED
 
 END = 0                                  # end_of_text
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
-FEWER = settings(max_examples=40)         # of what takes a while
+FEWER = settings(max_examples=40)         # for tests that take a while
 LAYOUTS = st.builds(StepLayout, rows=st.integers(1, 3), parts=st.integers(1, 3), rank=st.just(0), world=st.integers(1, 3))
 
 
 def documents(folder: Path, sizes: list[int]) -> TokenArray:
-    """Documents of end_of_text followed by ids that occur only once, so that an id identifies its position."""
+    """Returns documents of end_of_text and ids that occur only once, so that an id identifies its position."""
     ids = np.arange(1, sum(sizes) + 1, dtype=np.uint16)
     parts = np.split(ids, np.cumsum(sizes)[:-1])
     for part in parts:
@@ -46,16 +49,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps(tokens: TokenArray, ctx_len: int, K: int, layout: StepLayout, count: int, seed: int = 0) -> list[Segments]:
-    """`count` steps, each as one batch of all streams in order, from the batches of all processes."""
+    """Returns `count` steps.
+
+    Each step is one batch of all streams in order, joined from the batches of all processes.
+    """
     chunks, reading = DocumentChunks(tokens, END, ctx_len, layout.streams), SegmentDataset(tokens, ctx_len)
     layouts = [layout._replace(rank=rank) for rank in range(layout.world)]
     samplers = [SegmentSampler(chunks, K, each, count * layout.parts, seed) for each in layouts]
     ranks = [[reading.__getitems__(plan) for plan in sampler] for sampler in samplers]
-    batches = [joined(common, lambda rows: torch.stack(rows, 1).flatten(0, 1)) for common in zip(*ranks, strict=True)]
-    return [joined(batches[i:i + layout.parts], torch.cat) for i in range(0, len(batches), layout.parts)]
+    batches = [join_batches(common, lambda rows: torch.stack(rows, 1).flatten(0, 1)) for common in zip(*ranks, strict=True)]
+    return [join_batches(batches[i:i + layout.parts], torch.cat) for i in range(0, len(batches), layout.parts)]
 
 
-def joined(batches: Sequence[Segments], join: Callable[[list[Tensor]], Tensor]) -> Segments:
+def join_batches(batches: Sequence[Segments], join: Callable[[list[Tensor]], Tensor]) -> Segments:
     x, y, starts = (join([getattr(batch, name) for batch in batches]) for name in ("x", "y", "starts_document"))
     parts = {batch.part: batch for batch in batches}
     return Segments(x, y, starts, batches[0].part, sum(batch.weight for batch in batches) / len(batches),
@@ -63,7 +69,10 @@ def joined(batches: Sequence[Segments], join: Callable[[list[Tensor]], Tensor]) 
 
 
 def first_epoch(tokens: TokenArray, ctx_len: int, K: int, layout: StepLayout, seed: int) -> list[int]:
-    """The targets of the first epoch's chunks: the last of them ends before a stream has read two shares of all segments."""
+    """Returns the targets of the first epoch's chunks.
+
+    The last of the chunks ends before a stream has read two shares of all segments.
+    """
     chunks, targets, number, assigned = DocumentChunks(tokens, END, ctx_len, layout.streams), [], [0] * layout.streams, 0
     two_shares = 2 * -(-int(chunks.segments.sum()) // layout.streams)
     for batch in steps(tokens, ctx_len, K, layout, -(-two_shares // K), seed):
@@ -132,7 +141,7 @@ def test_the_order_continues_from_any_place(folder: Path, sizes: list[int], layo
 
 
 def test_a_stored_position_keeps_its_keys(folder: Path) -> None:
-    """Checkpoints of earlier versions hold them."""
+    """Checkpoints of earlier versions hold these keys."""
     sampler = SegmentSampler(DocumentChunks(documents(folder, [9, 5]), END, 4, 2), 2, StepLayout(2), 20, seed=0)
     resumed = iter(sampler)
     resumed.load_state_dict({"batches": 1, "lanes": {"dealt": 2, "piece": [1, 0], "left": [1, 0]}})
@@ -195,14 +204,14 @@ def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, work
     alone = list(DataModule(corpus, config, 16, 0, 2).train_dataloader())
     data, stored = DataModule(corpus, dataclasses.replace(config, num_workers=workers), 16, 0, 2), io.BytesIO()
     loader = data.train_dataloader()
-    taken = list(islice(iterator := iter(loader), 7))
+    first_batches = list(islice(iterator := iter(loader), 7))
     torch.save(loader.state_dict(), stored)
     del iterator
     resumed = data.train_dataloader()
     resumed.load_state_dict(torch.load(io.BytesIO(stored.getvalue()), weights_only=True))
-    found = [*taken, *resumed]
-    assert len(found) == len(alone) > 10
-    assert all(map(same, found, alone))
+    batches = [*first_batches, *resumed]
+    assert len(batches) == len(alone) > 10
+    assert all(map(same, batches, alone))
 
 
 def test_a_run_continues_with_the_same_number_of_streams(folder: Path) -> None:
@@ -215,7 +224,7 @@ def test_a_run_continues_with_the_same_number_of_streams(folder: Path) -> None:
 
 
 def test_the_plan_describes_a_step(config: DataConfig) -> None:
-    said = describe(prepare(config, 64), 64, 2 * config.batch_size, 4)
-    assert re.findall(r"\d+", said)[:2] == ["6", "4"]
-    assert " 48 documents" in said
-    assert "padding" in said
+    text = describe(prepare(config, 64), 64, 2 * config.batch_size, 4)
+    assert re.findall(r"\d+", text)[:2] == ["6", "4"]
+    assert " 48 documents" in text
+    assert "padding" in text

@@ -1,4 +1,4 @@
-"""Shards: their content, that it is the same for any number of workers and interruptions, and that damage is repaired."""
+"""Tests of shards: their content, which is the same for any number of workers and interruptions, and the repair of damage."""
 
 import dataclasses
 import errno
@@ -38,7 +38,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataConfig:
-    """50 small files, in shards of a few."""
+    """Writes 50 small files, a few of which fill a shard, and returns their configuration."""
     monkeypatch.setattr(shards, "SHARD", SHARD)
     (tmp_path / "library").mkdir()
     for number in range(50):
@@ -57,13 +57,13 @@ def tokens_of(prepared: Corpus) -> tuple[list[int], list[int]]:
 
 
 def splits_of(config: DataConfig) -> tuple[list[str], list[str]]:
-    found = [("".join(document.chunks), document.val)
-             for document in open_source(config, Path(config.cache_dir)).documents()]
-    return [text for text, val in found if not val], [text for text, val in found if val]
+    documents = [("".join(document.chunks), document.val)
+                 for document in open_source(config, Path(config.cache_dir)).documents()]
+    return [text for text, val in documents if not val], [text for text, val in documents if val]
 
 
 def shards_in(cache: Path) -> dict[str, bytes]:
-    """The ids, by file."""
+    """Returns the bytes of each file of token ids, by the file's name."""
     return {path.name: path.read_bytes() for path in sorted(cache.glob("tokens-*/*.ids"))}
 
 
@@ -83,15 +83,18 @@ def test_tokens_are_each_document_after_end_of_text(library: DataConfig, tokeniz
 
 
 def test_documents_begin_with_the_end_of_text_that_is_named(library: DataConfig, tmp_path: Path) -> None:
-    """Data with another separator are other data, also in the cache; a text with its name has none more."""
+    """Data with another separator are other data, also in the cache.
+
+    A document that contains the separator's name has no further separator.
+    """
     (tmp_path / "library" / "typed.txt").write_text("a <|eot_id|> b <|end_of_text|>")
     file = tmp_path / "tokenizer.json"
     file.write_text(chatml(["<|end_of_text|>", "<|eot_id|>"], first=False))
     for name in ("<|end_of_text|>", "<|eot_id|>"):
-        found = prepare(dataclasses.replace(library, tokenizer=str(file), end_of_text=name), 8)
-        assert found.tokenizer.ends == (found.tokenizer.special[name],)
-        assert sum(split.count(found.tokenizer.end_of_text) for split in tokens_of(found)) == 51
-        assert {split[0] for split in tokens_of(found)} == {found.tokenizer.end_of_text}
+        prepared = prepare(dataclasses.replace(library, tokenizer=str(file), end_of_text=name), 8)
+        assert prepared.tokenizer.ends == (prepared.tokenizer.special[name],)
+        assert sum(split.count(prepared.tokenizer.end_of_text) for split in tokens_of(prepared)) == 51
+        assert {split[0] for split in tokens_of(prepared)} == {prepared.tokenizer.end_of_text}
     with pytest.raises(UserError):
         prepare(dataclasses.replace(library, end_of_text="<|eot_id|>"), 8)
 
@@ -136,7 +139,7 @@ def test_what_the_tokenizer_loses_is_counted(library: DataConfig, tokenizer: Jso
     assert "validation text" in str(prepared.describe_lost())
 
 
-def test_little_that_is_lost_is_said_and_the_bits_are_given(config: DataConfig) -> None:
+def test_a_small_loss_is_reported_and_the_bits_are_given(config: DataConfig) -> None:
     with_text(config, TEXT * 3 + "ä" + TEXT[-300:])
     prepared = prepare(config, 16, dropping(sorted(set(TEXT))))
     assert prepared.sizes.train_lost == Lost(0, prepared.sizes.train_bytes)
@@ -145,7 +148,7 @@ def test_little_that_is_lost_is_said_and_the_bits_are_given(config: DataConfig) 
     assert prepared.describe_lost()
 
 
-def test_nothing_lost_is_not_mentioned(config: DataConfig) -> None:
+def test_a_loss_of_nothing_is_not_mentioned(config: DataConfig) -> None:
     prepared = prepare(config, 16)
     assert (prepared.sizes.val_lost.bytes, prepared.describe_lost()) == (0, None)
 
@@ -159,25 +162,28 @@ def test_a_text_of_which_hardly_anything_is_left_is_refused_with_the_reason(conf
 
 
 def test_cached_data_are_not_made_again(library: DataConfig) -> None:
-    """And files that were unchanged for a while are not read again: other content behind the same time would be noticed."""
-    def made() -> dict[Path, int]:
+    """Files that were unchanged for a while are not read again, either.
+
+    Otherwise their new content with the same time would be noticed.
+    """
+    def inodes() -> dict[Path, int]:
         return {path: path.stat().st_ino for path in Path(library.cache_dir).rglob("*")}
 
     for path in Path(str(library.path)).iterdir():
         os.utime(path, (1e9, 1e9))
-    first, before = prepare(library, 16), made()
+    first, before = prepare(library, 16), inodes()
     for path in Path(str(library.path)).iterdir():
         path.write_bytes(b"?" * path.stat().st_size)
         os.utime(path, (1e9, 1e9))
     second = prepare(library, 16)
     assert (second.sizes, second.tokenizer.hash) == (first.sizes, first.tokenizer.hash)
     assert second.train[:].tolist() == first.train[:].tolist()
-    assert made() == before
+    assert inodes() == before
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "split", "a text", "a name"])
 def test_a_change_is_another_entry(library: DataConfig, change: str) -> None:
-    """The text is one of the same length, written at once, which sizes and coarse times cannot tell apart."""
+    """A changed text has the same length and is written at once, so sizes and coarse times cannot tell the texts apart."""
     before, file = prepare(library, 16), Path(str(library.path)) / "49.txt"
     if change == "tokenizer":
         library = dataclasses.replace(library, tokenizer="byte")
@@ -293,13 +299,13 @@ def test_an_interrupted_run_leaves_its_finished_shards(library: DataConfig, tmp_
     process, cache = start(library, tmp_path / "ready", tmp_path / "go", slowly=True), Path(library.cache_dir)
     wait_for(lambda: len(list(cache.glob("tokens-*/00*.json"))) >= 3)
     process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
-    assert "tokenising:" in said
-    kept = {path: path.stat().st_ino for path in cache.glob("tokens-*/00*.json")}
-    assert 3 <= len(kept) < len(list((tmp_path / "whole").glob("tokens-*/00*.json")))
+    stderr = process.communicate(timeout=60)[1]
+    assert "tokenising:" in stderr
+    inodes = {path: path.stat().st_ino for path in cache.glob("tokens-*/00*.json")}
+    assert 3 <= len(inodes) < len(list((tmp_path / "whole").glob("tokens-*/00*.json")))
     prepare(library, 16)
     assert shards_in(cache) == shards_in(tmp_path / "whole")
-    assert {path: path.stat().st_ino for path in kept} == kept
+    assert {path: path.stat().st_ino for path in inodes} == inodes
     assert not list(cache.glob("tokens-*/.*"))
 
 
@@ -309,21 +315,21 @@ def test_two_runs_may_start_at_once(library: DataConfig, tmp_path: Path) -> None
     runs = [start(library, mark, go, slowly=True) for mark in ready]
     wait_for(lambda: all(mark.exists() for mark in ready))
     go.touch()
-    printed, said = zip(*(run.communicate(timeout=60) for run in runs), strict=True)
+    outputs, errors = zip(*(run.communicate(timeout=60) for run in runs), strict=True)
     alone = dataclasses.replace(library, cache_dir=str(tmp_path / "alone"))
-    assert list(printed) == [f"{prepare(alone, 16).sizes}\n"] * 2
-    assert [str(library.cache_dir) in text for text in said].count(True) == 1
+    assert list(outputs) == [f"{prepare(alone, 16).sizes}\n"] * 2
+    assert [str(library.cache_dir) in text for text in errors].count(True) == 1
     assert shards_in(Path(library.cache_dir)) == shards_in(tmp_path / "alone")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("writes", range(0, 24, 4))
 def test_a_full_disk_leaves_nothing_half_written(library: DataConfig, monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
-    """After any number of writes; finished files are used once there is room."""
-    fsync, left = os.fsync, iter(range(writes))
+    """The disk is full after any number of writes. Finished files are used once there is room."""
+    fsync, remaining = os.fsync, iter(range(writes))
 
     def full(handle: int) -> None:
-        if next(left, None) is None:
+        if next(remaining, None) is None:
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(handle)
 
@@ -340,7 +346,7 @@ def test_a_full_disk_leaves_nothing_half_written(library: DataConfig, monkeypatc
 
 @pytest.mark.thorough
 def test_a_long_text_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor are its tokens: what Python has allocated at most is less than a quarter of the text."""
+    """The text's tokens are not in memory as a whole, either: Python allocates less than a quarter of the text's size."""
     monkeypatch.setattr(shards, "SHARD", 1 << 14)
     monkeypatch.setattr("rwkv.io.utf8.BLOCK", 1 << 14)
     (tmp_path / "long.txt").write_text(TEXT * 500)

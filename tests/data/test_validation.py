@@ -1,4 +1,4 @@
-"""Validation of a part of the split: the first tokens, with their own bytes and their own gzip -9."""
+"""Tests of validation on a part of the split: the first tokens, with their own bytes and their own gzip -9."""
 
 import gzip
 import json
@@ -55,8 +55,8 @@ def test_the_part_is_the_beginning_of_the_split(text: Corpus, tokens: int, ctx_l
 
 
 @given(st.integers(1, 900), st.sampled_from([8, 64, 512]))
-def test_of_conversations_it_has_whole_ones_with_an_answer(talks: Corpus, tokens: int, ctx_len: int) -> None:
-    """The first conversation's answer begins after 270 bytes: a row of 64 does not reach it."""
+def test_a_part_of_conversations_has_whole_ones_with_an_answer(talks: Corpus, tokens: int, ctx_len: int) -> None:
+    """The first conversation's answer begins after 270 bytes, so a row of 64 does not reach it."""
     part = limit_validation(talks, tokens, ctx_len)
     assert part.conversations is not None
     assert talks.conversations is not None

@@ -1,4 +1,4 @@
-"""Batches of windows: a token array in many files, the windows, their order, and resuming from any position."""
+"""Tests of batches of windows: token arrays in many files, the windows, their order, and resuming from any position."""
 
 import dataclasses
 import errno
@@ -84,8 +84,8 @@ def test_every_epoch_has_the_same_pairs_cut_elsewhere(tmp_path_factory: pytest.T
                                                       seed: int, epoch: int) -> None:
     """Each token of the windows predicts its own successor, once an epoch, wherever the cuts are."""
     windows = Windows(token_array_of(tmp_path_factory.getbasetemp(), np.arange(size, dtype=np.uint16)), ctx_len, seed=seed)
-    drawn = [windows[epoch * len(windows) + index] for index in range(len(windows))]
-    x, y = (torch.cat(part).tolist() for part in zip(*drawn, strict=True)) if drawn else ([], [])
+    pairs = [windows[epoch * len(windows) + index] for index in range(len(windows))]
+    x, y = (torch.cat(part).tolist() for part in zip(*pairs, strict=True)) if pairs else ([], [])
     assert sorted(x) == list(range(len(windows) * ctx_len))
     assert y == [token + 1 for token in x]
 
@@ -117,10 +117,10 @@ def test_validation_predicts_every_token_once_in_order(config: DataConfig) -> No
 
 
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 9), seed=st.integers(0, 5))
-def test_every_number_once_in_each_epoch(size: int, batch_size: int, seed: int) -> None:
-    drawn = [number for batch in ShuffleSampler(size, batch_size, 3 * size, seed) for number in batch]
-    for start in range(0, len(drawn) - size + 1, size):
-        assert sorted(drawn[start:start + size]) == list(range(start, start + size))
+def test_every_number_comes_once_in_each_epoch(size: int, batch_size: int, seed: int) -> None:
+    numbers = [number for batch in ShuffleSampler(size, batch_size, 3 * size, seed) for number in batch]
+    for start in range(0, len(numbers) - size + 1, size):
+        assert sorted(numbers[start:start + size]) == list(range(start, start + size))
 
 
 def test_the_order_depends_on_the_seed_and_the_epoch() -> None:
@@ -132,7 +132,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch() -> None:
 
 @given(size=st.integers(1, 50), batch_size=st.integers(1, 4), world=st.integers(1, 5), seed=st.integers(0, 3))
 def test_processes_share_one_order(size: int, batch_size: int, world: int, seed: int) -> None:
-    """Each step, all processes together have what one process with the whole batch has."""
+    """In each step, all processes together have what one process has with the whole batch."""
     together = list(ShuffleSampler(size, batch_size * world, 9, seed))
     apart = [list(ShuffleSampler(size, batch_size, 9, seed, rank, world)) for rank in range(world)]
     for common, *each in zip(together, *apart, strict=True):
@@ -158,18 +158,18 @@ def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, work
     data = module(dataclasses.replace(config, num_workers=workers))
     loader = data.train_dataloader()
     iterator = iter(loader)
-    taken = [next(iterator)[0] for _ in range(7)]
+    first_batches = [next(iterator)[0] for _ in range(7)]
     stored = io.BytesIO()
     torch.save(loader.state_dict(), stored)
     resumed = data.train_dataloader()
     resumed.load_state_dict(torch.load(io.BytesIO(stored.getvalue()), weights_only=True))
-    assert_equal([*taken, *(x for x, _ in resumed)], alone)
-    assert not any(x.is_shared() for x in taken), "a container's /dev/shm is small"
+    assert_equal([*first_batches, *(x for x, _ in resumed)], alone)
+    assert not any(x.is_shared() for x in first_batches), "a container's /dev/shm is small"
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.ENOSYS])
 def test_workers_without_semaphores_are_refused(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container whose /dev/shm is full, read-only or missing."""
+    """This happens in a container whose /dev/shm is full, read-only or missing."""
     def refuse(*_: object, **__: object) -> None:
         raise OSError(error, os.strerror(error))
 

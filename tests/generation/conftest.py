@@ -1,4 +1,4 @@
-"""Fixtures for several test files."""
+"""Fixtures that several test files of this folder share."""
 
 import io
 from collections.abc import Callable
@@ -7,6 +7,6 @@ import pytest
 
 
 @pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
-    """A function that makes these bytes the standard input: typed(b"...")."""
+def set_stdin(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """Returns a function that makes bytes the standard input: set_stdin(b"...")."""
     return lambda content: monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))

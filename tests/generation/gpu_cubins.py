@@ -1,7 +1,7 @@
-"""The kernels of decoding on a GPU, compiled to cubins without one: `python gpu_cubins.py 90` for sm_90.
+"""Compiles the kernels of decoding on a GPU to cubins, without a GPU: `python gpu_cubins.py 90` compiles for sm_90.
 
-Prints JSON: by kernel and constants, the registers, the bytes of spills, and the shared memory. For test_gpu.py, in a process
-without TRITON_INTERPRET.
+Prints JSON: the registers, the bytes of spills and the shared memory of each kernel with its constants. test_gpu.py runs this
+program in a process without TRITON_INTERPRET.
 """
 
 import json
@@ -25,20 +25,20 @@ POINTERS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16"
 
 
 def main(arch: int) -> None:
-    found: dict[str, dict[str, Any]] = {}
+    resources: dict[str, dict[str, Any]] = {}
 
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         named = {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
         args = (*args, *(named[param.name] for param in kernel.params[len(args):]))
         constants = {param.name: arg for param, arg in zip(kernel.params, args, strict=True) if is_constant(param, arg)}
         name = " ".join([kernel.__name__.lstrip("_"), *(f"{key}={value}" for key, value in constants.items())])
-        if name not in found:
+        if name not in resources:
             types = {param.name: "constexpr" if param.name in constants else kind(arg)
                      for param, arg in zip(kernel.params, args, strict=True)}
             even = {(i,): BY_16 for i, (param, arg) in enumerate(zip(kernel.params, args, strict=True))
                     if param.name not in constants and is_even(arg) and not param.do_not_specialize}
             source = ASTSource(kernel, types, constants, even)
-            found[name] = facts(compile(source, target=GPUTarget("cuda", arch, 32), options=options))
+            resources[name] = facts(compile(source, target=GPUTarget("cuda", arch, 32), options=options))
 
     JITFunction.run = compile_instead
     triton_step.product_dtype = lambda dtype, device: dtype
@@ -57,7 +57,7 @@ def main(arch: int) -> None:
         triton_v0.draw(logits, torch.empty(2), Filters(**options), NO_BIAS)
     counts, flags, places = logits.double(), logits.to(torch.uint8), torch.empty(2).long()
     _penalties.penalize(logits, counts, flags, places, places, torch.empty(2, 4, dtype=torch.float64))
-    print(json.dumps(found))
+    print(json.dumps(resources))
 
 
 def kind(arg: Any) -> str:

@@ -1,4 +1,4 @@
-"""Decoding on a GPU, on a CPU: under Triton's interpreter, with a graph whose replay launches the kernels again.
+"""Tests decoding on a GPU on the CPU: under Triton's interpreter, with graphs whose replay launches the kernels again.
 
 test_gpu.py runs this file in a process with TRITON_INTERPRET=1.
 """
@@ -48,7 +48,10 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products whose rows have the same bits wherever they are in a tile, as on tensor cores. NumPy's have not."""
+    """Makes the bits of each row of a product independent of the row's place in a tile, as on tensor cores.
+
+    NumPy's own products depend on the place.
+    """
     def product(a: Any, b: Any, dtype: Any = None) -> Any:
         return (a[:, :, None] * b[None]).sum(1, dtype=dtype)
 
@@ -60,8 +63,8 @@ def model_of(generation: str, **sizes: int) -> RWKV:
     return small_model("reference", generation=generation, **sizes).requires_grad_(False).eval()
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 @each_generation
@@ -99,7 +102,7 @@ def test_heads_of_other_sizes(C: int, N: int) -> None:
 @pytest.mark.parametrize(("format", "allowed"), [("bfloat16", 0.015), ("int4", 0.015), *(
     pytest.param(*case, marks=pytest.mark.soak) for case in (("float16", 0.002), ("int8", 0.015)))])
 def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, format: str, allowed: float) -> None:
-    """Beside float64 products of the same weights; the inputs of products are rounded to bfloat16, or to float16."""
+    """The reference multiplies the same weights in float64, but the kernels round the inputs of products to 16 bits."""
     model = model_of(generation, n_embd=48, n_ffn=264)
     low = to_packed(model, format, "cpu") if format.startswith("int") else model.to(getattr(torch, format))
     dense = model_of(generation, n_embd=48, n_ffn=264)
@@ -125,7 +128,7 @@ def test_a_row_is_to_the_bit_what_it_is_in_any_bucket(generation: str) -> None:
 @pytest.mark.usefixtures("sums_in_order")
 @each_generation
 def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation: str) -> None:
-    """Of one token and of several, from the empty state and from others; a text that is generated stays as it is."""
+    """Prompts of one token or several follow empty states or others. A text that is being generated stays as it is."""
     model = model_of(generation)
     ids = tokens(model, B=4, T=9)
     running = GpuDecoder(model, model.empty_state(1))
@@ -137,9 +140,9 @@ def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation:
         for t in range(8 - length, 8 + 1) if row == 2 else range(length):
             logits = alone.step(ids[row, t:t + 1])
         expected.append((logits[0], alone.state()))
-    begun = GpuDecoder(model, model.empty_state(1))
-    begun.step(ids[2, 4:5])
-    states = State.cat([model.empty_state(2), begun.state()])
+    context = GpuDecoder(model, model.empty_state(1))
+    context.step(ids[2, 4:5])
+    states = State.cat([model.empty_state(2), context.state()])
     reader = running.with_state(states)
     logits = reader.read([ids[0, :1], ids[1, :7], ids[2, 5:9]])
     for row, (own, state) in enumerate(expected):
@@ -153,18 +156,18 @@ def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation:
 @pytest.mark.usefixtures("sums_in_order")
 @each_generation
 def test_an_engine_reads_short_prompts_together(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each result is that of the prompt alone; the cache, log-probabilities and long prompts are served beside."""
+    """Each result is that of the prompt alone, beside a long prompt, log-probabilities and a row that is cancelled."""
     model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16)
     model.requires_grad_(False)
     monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
     replays: list[list[int]] = []
     read = GpuStep.read_prompts
 
-    def counted(step: GpuStep, prompts: Any, slots: torch.Tensor) -> torch.Tensor:
+    def record_prompts(step: GpuStep, prompts: Any, slots: torch.Tensor) -> torch.Tensor:
         replays.append([*map(len, prompts)])
         return read(step, prompts, slots)
 
-    monkeypatch.setattr(GpuStep, "read_prompts", counted)
+    monkeypatch.setattr(GpuStep, "read_prompts", record_prompts)
     monkeypatch.setattr(prefill_module, "ON_CPU", prefill_module.ON_GPU)
     prompts = ["abc", "a", "bc" * 20, "abcabc", "c" * 70, "cab"]
     alone = []
@@ -223,7 +226,7 @@ def test_graphs_of_a_warm_up_serve_every_later_decoder(generation: str) -> None:
 def test_after_an_engines_warm_up_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("reference", generation="rwkv4", vocab_size=257, n_layer=1, n_embd=16, n_ffn=16).requires_grad_(False)
     monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
-    monkeypatch.setattr(engine_module, "prefill", lambda model, tokens: None)    # long prompts take long here
+    monkeypatch.setattr(engine_module, "prefill", lambda model, tokens: None)    # the interpreter is slow with long prompts
     engine = Engine(model, ByteTokenizer())
     engine.warm_up(2)
     step = step_of(model)
@@ -237,7 +240,7 @@ def test_after_an_engines_warm_up_no_graph_is_captured(monkeypatch: pytest.Monke
 
 @each_generation
 def test_a_model_that_nobody_has_is_freed_at_once(generation: str) -> None:
-    """Without the garbage collector, which may take its time while the GPU has no room for the next model."""
+    """The garbage collector is off, because the GPU may have no room for the next model until the collector runs."""
     model = model_of(generation, n_layer=1)
     decoder = GpuDecoder(model, model.empty_state(1))
     decoder.step(torch.tensor([1]))
@@ -257,8 +260,8 @@ def test_a_number_that_is_no_token_gives_nan(generation: str) -> None:
 
 
 @each_generation
-def test_launches_a_layer(generation: str) -> None:
-    """The aim was 12. Packed weights are multiplied in a launch of their own, beside the gates, which are floats."""
+def test_launches_per_layer(generation: str) -> None:
+    """Packed weights are multiplied in a launch of their own, apart from the gates, whose weights are floats."""
     budget = {"rwkv4": 7, "rwkv7": 8}[generation]
     assert len(GpuStep(model_of(generation)).launches) == 2 * budget + 2
     packed = GpuStep(to_packed(model_of(generation), "int4", "cpu")).launches
@@ -275,8 +278,8 @@ def test_buckets() -> None:
     assert [bucket_of(n) for n in (1, 2, 3, 4, 5, 9, 512, 513)] == [1, 2, 4, 4, 8, 16, 512, 1024]
 
 
-def draws(n: int, seed: int) -> None:
-    """n draws of 4 rows with options at random are those of C for the same logits."""
+def assert_draws_match(n: int, seed: int) -> None:
+    """Asserts that n draws of 4 rows with random options are those of C for the same logits."""
     pick, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     for _ in range(n):
         V = pick.choice((5, 64, 200, 300, 520))
@@ -293,24 +296,24 @@ def draws(n: int, seed: int) -> None:
                           filters_first=pick.random() < 0.5)
         bias = pick.choice((NO_BIAS, Bias(torch.tensor([1, 3], dtype=torch.int32), torch.tensor([2.5, -torch.inf]))))
         uniform = torch.rand(4, dtype=torch.float64, generator=generator)
-        uniform[0] = pick.choice((0.0, 0.5, 1 - 1e-5))           # nearer to 1, C's sums in float32 decide
+        uniform[0] = pick.choice((0.0, 0.5, 1 - 1e-5))           # for numbers nearer to 1, C's sums in float32 decide
         expected = c_v0.draw(logits.clone(), uniform, filters, bias)
         assert torch.equal(triton_v0.draw(logits, uniform, filters, bias), expected), (V, kind, filters, bias)
 
 
 def test_a_few_draws_are_those_of_c() -> None:
-    draws(6, seed=1)
+    assert_draws_match(6, seed=1)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2, 7))
 def test_2000_draws_are_those_of_c(seed: int) -> None:
-    draws(100, seed)
+    assert_draws_match(100, seed)
 
 
 def test_a_warm_up_draws_with_every_variant_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each variant takes seconds to compile, in which no sequence of a server would advance."""
+    """Each variant takes seconds to compile, and no sequence of a server advances meanwhile."""
     launched: set[frozenset[tuple[str, Any]]] = set()
 
     class Recorder:
@@ -330,7 +333,7 @@ def test_a_warm_up_draws_with_every_variant_of_the_kernel(monkeypatch: pytest.Mo
     assert sets[0] == sets[1]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")       # NumPy's
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")       # NumPy warns of invalid values
 def test_logits_that_are_not_finite_give_no_token() -> None:
     logits = torch.zeros(4, 70)
     logits[1, 3] = torch.nan
@@ -361,7 +364,10 @@ def test_penalties_are_to_the_bit_those_of_the_host() -> None:
 
 
 def texts(model: RWKV, n: int = 5) -> list[tuple[str, str | None]]:
-    """Rows with options of their own, more of them after two steps; one is cancelled."""
+    """Returns the text and the finish reason of n rows, each with its own options.
+
+    Most rows join after two steps, and one row is cancelled.
+    """
     engine = Engine(model, ByteTokenizer())
     options = [Sampling(), Sampling(temperature=0), Sampling(top_k=5, top_p=0.8, presence_penalty=0.5, penalty_decay=0.9),
                Sampling(logit_bias={65: 3.0}, banned=(66,)), Sampling(min_p=0.1, temperature=0.7)]
@@ -379,7 +385,7 @@ def texts(model: RWKV, n: int = 5) -> list[tuple[str, str | None]]:
 
 @each_generation
 def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the vocabulary in one block: draws from several are compared above."""
+    """The vocabulary fits in one block, because draws from several blocks are compared above."""
     monkeypatch.setattr(triton_v0, "BLOCK", 512)
     monkeypatch.setattr(triton_v0, "LISTED", 512)
     model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16)
@@ -397,5 +403,5 @@ def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytes
     monkeypatch.setitem(globals(), "Engine", OnGpu)
     for (text, reason), (theirs, why) in zip(texts(model), expected, strict=True):
         assert reason == why
-        # short prompts are read sooner: a row that is cancelled may have a token more by then
+        # the GPU's decoder reads short prompts sooner, so a row that is cancelled may have one token more
         assert text == theirs or (reason == "cancelled" and text.startswith(theirs))

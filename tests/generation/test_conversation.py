@@ -1,4 +1,4 @@
-"""Conversations: each turn reads its new words alone, and what is said equals the whole conversation read at once."""
+"""Tests of conversations: a turn reads only its new words, and answers as if the whole conversation were read at once."""
 
 import errno
 import json
@@ -29,14 +29,17 @@ TURNS = ("Hi", "Who are you?", "And then?")
 
 
 def talk(generation: str = "rwkv7", template: str = "world", temperature: float = 0.0) -> Chat:
-    """It answers in ASCII alone, so that its texts can be encoded again."""
+    """Returns a chat that answers in ASCII alone, so that its texts can be encoded again."""
     model = small_model(generation=generation, vocab_size=256).eval()
     sampling = Sampling(temperature=temperature, banned=(0, *range(128, 256)))
     return Chat(model, ByteTokenizer(), chat_template(template), sampling, 12)
 
 
 def answer_of(chat: Chat, text: str) -> tuple[str, list[int], Engine]:
-    """The answer, which is that of an engine that reads the whole conversation; its ids, and that engine."""
+    """Says `text`, and asserts that the answer is that of an engine that reads the whole conversation.
+
+    Returns the answer, the ids of the conversation before the answer, and that engine.
+    """
     answer = "".join(chat.say(text))
     ids, = encode(chat.tokenizer, [chat.template.render(chat.messages[:-1])])
     alone = Engine(chat.model, chat.tokenizer)
@@ -64,9 +67,9 @@ def test_end_of_text_stands_after_the_answers_of_a_template_with_eos_token(tmp_p
 
 
 def test_a_turn_reads_its_new_words_alone() -> None:
-    """Answers are what the template writes, so nothing is read again."""
+    """The template writes answers as the model did, so no token is read twice."""
     chat = talk()
-    chat.model.head.weight.data.zero_()                          # the likeliest token is the first that is not banned
+    chat.model.head.weight.data.zero_()                          # all logits are equal, so the bias decides
     chat.sampling = Sampling(temperature=0, logit_bias={ord("x"): 5.0})
     reads = []
     for text in TURNS:
@@ -79,7 +82,10 @@ def test_a_turn_reads_its_new_words_alone() -> None:
 
 
 def test_special_tokens_of_the_template(tmp_path: Path) -> None:
-    """A drawn one ends the answer; what the user types is text; the next turn reads its new words alone."""
+    """A special token that the model draws ends the answer, but one that the user types is text.
+
+    The next turn reads only its new words.
+    """
     tokenizer = JsonTokenizer(chatml())
     start, end = tokenizer.special["<|im_start|>"], tokenizer.special["<|im_end|>"]
     (tmp_path / "chatml.jinja").write_text(
@@ -105,7 +111,7 @@ def test_turns_are_read_as_the_whole_conversation_where_words_have_their_space(t
     for text in ("bad", "cab"):
         _, _, alone = answer_of(chat, text)
         assert chat._saved_results[-1][1].last_ids == alone.context().last_ids
-    assert chat.stats.read == 1 + len(tokenizer.encode("[cab]"))         # after end_of_text
+    assert chat.stats.read == 1 + len(tokenizer.encode("[cab]"))         # 1 is end_of_text
 
 
 def test_undo_goes_back_to_a_kept_state() -> None:
@@ -145,7 +151,7 @@ def test_a_stopped_answer_is_a_turn() -> None:
 
 def test_ctrl_c_while_a_turn_is_read_takes_it_back(capsys: pytest.CaptureFixture[str]) -> None:
     chat = talk()
-    chat.kept_bytes = 0                                          # so that /retry reads, too
+    chat.kept_bytes = 0                                          # this makes /retry read, too
     terminal = Terminal(chat)
     terminal.turn(TURNS[0])
     before = list(chat.messages)
@@ -176,7 +182,7 @@ def test_the_system_message_stays_at_a_reset() -> None:
     assert not chat.messages
 
 
-@pytest.mark.parametrize(("setting", "said"), [
+@pytest.mark.parametrize(("setting", "words"), [
     ("seed=2026-02-30", "got '2026-02-30'"),
     ("sampling=mine", "g1_think"),
     ("logit_bias=a", "logit_bias"),
@@ -185,11 +191,11 @@ def test_the_system_message_stays_at_a_reset() -> None:
     ("seed=-1", "seed must be at least 0; got -1"),
     ("temperature=-1", "temperature"),
 ])
-def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting: str, said: str) -> None:
+def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting: str, words: str) -> None:
     chat = talk()
     before = chat.sampling, chat.max_new_tokens, chat.seed
     assert not Terminal(chat).turn(f"/set {setting}")
-    assert said in capsys.readouterr().err
+    assert words in capsys.readouterr().err
     assert (chat.sampling, chat.max_new_tokens, chat.seed) == before
 
 
@@ -206,8 +212,11 @@ def test_options_of_sampling_are_set_as_on_the_command_line(capsys: pytest.Captu
 
 
 def test_penalties_are_those_of_the_conversation_however_much_of_it_was_read_before(tmp_path: Path) -> None:
-    """repetition_penalty is for all that was said, the others for each answer alone; a conversation may be saved and loaded."""
-    def said(chat: Chat) -> str:
+    """repetition_penalty counts all that was said, and the other penalties count each answer alone.
+
+    The penalties are the same after a conversation was saved and loaded.
+    """
+    def say_last_turn(chat: Chat) -> str:
         chat.sampling = replace(chat.sampling, repetition_penalty=3.0, presence_penalty=1.0, frequency_penalty=0.5,
                                 penalty_decay=0.9, no_penalty=(" ", 10))
         chat.seed = 4
@@ -219,8 +228,8 @@ def test_penalties_are_those_of_the_conversation_however_much_of_it_was_read_bef
     assert Terminal(first).turn(f"/save {tmp_path / 'talk.json'}")
     again = talk(temperature=0.8)
     assert Terminal(again).turn(f"/load {tmp_path / 'talk.json'}")
-    answer = said(first)
-    assert answer == said(again)
+    answer = say_last_turn(first)
+    assert answer == say_last_turn(again)
     assert first.stats.read < again.stats.read
     whole = first.template.render(first.messages[:-1])
     assert answer == "".join(generate(first.model, first.tokenizer, whole, 12, stop=first.template.stop, seed=4, **{
@@ -234,7 +243,7 @@ def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pyte
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_full_disk_ends_the_conversation() -> None:
-    """It is no mistake of the turn, which the next could do without."""
+    """A full disk is no mistake in one turn, after which the next turn could go on."""
     with Path("/dev/full").open("w", buffering=1, encoding="utf-8") as full, redirect_stdout(full):
         with pytest.raises(OSError) as error:                    # noqa: PT011
             Terminal(talk()).turn("Hi")
@@ -243,13 +252,16 @@ def test_a_full_disk_ends_the_conversation() -> None:
 
 
 def thinker(template: str, *rows: list[bytes]) -> Chat:
-    """It writes after each token of a row the next one. Each token of a row comes once."""
+    """Returns a chat whose model writes, after each token of a row, the row's next token.
+
+    A token may occur in a row only once.
+    """
     model, tokenizer = writing(*rows)
     return Chat(model, tokenizer, chat_template(template), Sampling(temperature=0), 60)
 
 
 def test_thoughts_are_apart_in_the_history_and_are_read_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """The template shows them as the model writes them, so the next turn reads its new words alone."""
+    """The template writes thoughts as the model does, so the next turn reads only its new words."""
     chat = thinker("g1", [b":", b" Yes"], [b"k", b">\nHm", b". So</thi", b"nk>", b"\nNo", b"\n\nUser:"])
     terminal = Terminal(chat)
     assert terminal.turn("/think")
@@ -285,9 +297,9 @@ def test_thoughts_that_are_cut_or_empty(capsys: pytest.CaptureFixture[str]) -> N
     assert chat.messages[-1] == {"role": "assistant", "content": "4"}
     terminal.turn("/think true")
     terminal.turn("Hi")
-    shown = capsys.readouterr()
-    assert shown.out == "<think>\nHm. So on\n"
-    assert "max_new_tokens=3" in shown.err
+    captured = capsys.readouterr()
+    assert captured.out == "<think>\nHm. So on\n"
+    assert "max_new_tokens=3" in captured.err
     assert chat.messages[-1] == {"role": "assistant", "reasoning_content": "Hm. So on", "content": ""}
 
 
@@ -304,11 +316,11 @@ def test_think_is_one_of_three(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.programs
-def test_turns_from_standard_input(run: Run, typed: Callable[[bytes], None]) -> None:
+def test_turns_from_standard_input(run: Run, set_stdin: Callable[[bytes], None]) -> None:
     small_model(generation="rwkv7", vocab_size=256).save_pretrained("model.safetensors", ByteTokenizer())
     turns = ["Hi", "/stats", "/set temperature=0", "/set temperature=[", "/set top_q=1", "/retry", "/nope", "/save talk.json",
              "/undo", "/load talk.json", "/system Be brief.", "Again"]
-    typed("\n".join(turns).encode())
+    set_stdin("\n".join(turns).encode())
     status, output, error = run("chat", "checkpoint=model.safetensors", "device=cpu", "max_new_tokens=5")
     assert status == 2, "some commands have failed"
     assert output.count("\n") >= 3
@@ -324,14 +336,14 @@ def test_turns_from_standard_input(run: Run, typed: Callable[[bytes], None]) -> 
 
 @pytest.mark.programs
 @pytest.mark.parametrize("think", ["false", "true", "fake"])
-def test_a_released_model_needs_no_other_word(run: Run, typed: Callable[[bytes], None], think: str) -> None:
+def test_a_released_model_needs_no_other_option(run: Run, set_stdin: Callable[[bytes], None], think: str) -> None:
     name = "rwkv7-g1k-1.5b-20260930-ctx25600.safetensors"
     chat = thinker("g1", [b":", b" Yes", b"."], [b"k", b">\n", b"Hm", b"</think>", b"No", b"!"])
     chat.model.save_pretrained(name, chat.tokenizer)
-    typed(b"Hi")
-    shown = {"false": "Yes.\n", "true": "<think>\nHm\n</think>\nNo!\n", "fake": "Hm</think>No!\n"}[think]
+    set_stdin(b"Hi")
+    expected_output = {"false": "Yes.\n", "true": "<think>\nHm\n</think>\nNo!\n", "fake": "Hm</think>No!\n"}[think]
     options = [] if think == "false" else [f"think={think}"]
     status, output, error = run("chat", f"checkpoint={name}", "temperature=0", *options)
-    assert (status, output) == (0, shown)
+    assert (status, output) == (0, expected_output)
     line = next(line for line in error.splitlines() if line.startswith("chat template: g1 "))
     assert "G1k" in line

@@ -1,4 +1,4 @@
-"""The decoder's single steps are the model's own, in every dtype, for any rows."""
+"""Tests that the decoder's single steps are the model's own, in every dtype and for any rows."""
 
 import copy
 from pathlib import Path
@@ -31,7 +31,7 @@ def model_in(dtype: str, generation: str = "rwkv4", **sizes: int) -> RWKV:
                                                 pytest.param("float64", 1e-5, marks=pytest.mark.thorough)])
 @torch.no_grad()
 def test_steps_are_the_models_own(dtype: str, allowed: float, generation: str) -> None:
-    """In bfloat16 rounding differs from operation to operation: 2^-8 of logits of order 1, a few times."""
+    """In bfloat16 each operation may round differently, so logits of order 1 differ by a few times 2^-8."""
     model = model_in(dtype, generation)
     several = tokens(model, B=3, T=20)
     logits, state = model.prefill(several[:, :5])
@@ -51,7 +51,7 @@ IN_C = pytest.mark.skipif(bool(why_native := native.why_not()), reason=str(why_n
     *(pytest.param(Decoder, dtype, marks=pytest.mark.thorough) for dtype in ("bfloat16", "int8"))])
 @torch.no_grad()
 def test_rows_join_and_leave(decoder_class: type[Decoder | CDecoder], dtype: str, generation: str) -> None:
-    """A decoder that begins without rows; each row goes on as in a decoder of its own."""
+    """The decoder begins without rows, and each row goes on as in a decoder of its own."""
     model = model_in(dtype, generation)
     several = tokens(model, B=3, T=8)
     starts = [model.prefill(several[row:row + 1, :4 + row])[1] for row in range(3)]
@@ -72,17 +72,17 @@ def test_rows_join_and_leave(decoder_class: type[Decoder | CDecoder], dtype: str
 
 
 @each_generation
-def test_the_state_that_it_was_given_is_not_changed(generation: str) -> None:
+def test_a_decoder_does_not_change_its_first_state(generation: str) -> None:
     model = model_in("float32", generation)
     _, state = model.prefill(tokens(model))
     before = copy.deepcopy(state)
     decoder = Decoder(model, state)
     decoder.step(torch.tensor([1, 2]))
-    taken = decoder.state()
-    kept = copy.deepcopy(taken)
+    returned_state = decoder.state()
+    returned_copy = copy.deepcopy(returned_state)
     decoder.step(torch.tensor([3, 4]))
     assert all(map(torch.equal, state, before))
-    assert all(map(torch.equal, taken, kept))
+    assert all(map(torch.equal, returned_state, returned_copy))
 
 
 WITHOUT_VNNI = pytest.mark.skipif(not multiplies_natively(torch.int8), reason="8 bits saturate on a CPU without VNNI")
@@ -90,7 +90,7 @@ WITHOUT_VNNI = pytest.mark.skipif(not multiplies_natively(torch.int8), reason="8
 
 @pytest.fixture(params=["fbgemm", "c_v0"])
 def int8_kernel(request: pytest.FixtureRequest) -> None:
-    """What multiplies in int8: torch, or C where torch does not."""
+    """Selects what multiplies in int8: torch's FBGEMM, or C where torch cannot."""
     if request.param == "c_v0":
         request.getfixturevalue("without_fbgemm")
     if reason := why_not("matvec", request.param):
@@ -105,12 +105,12 @@ def test_int8_products_are_near_and_rows_independent(non_negative: bool, bits: i
     weight, x = torch.randn(40, 64), torch.randn(5, 3, 64) * torch.logspace(-3, 3, 5)[:, None, None]
     x = x.relu() if non_negative else x
     layer, exact = Int8Linear(weight, non_negative, bits), x @ weight.T
-    found = layer(x)
-    assert ((found - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).max() < allowed
-    assert torch.equal(layer(x[2, 1]), found[2, 1])
+    actual = layer(x)
+    assert ((actual - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))).max() < allowed
+    assert torch.equal(layer(x[2, 1]), actual[2, 1])
     assert torch.equal(layer(torch.zeros(2, 64)), torch.zeros(2, 40))
     assert layer(x[:0]).shape == (0, 3, 40)
-    assert torch.equal(copy.deepcopy(layer)(x), found)
+    assert torch.equal(copy.deepcopy(layer)(x), actual)
     x.requires_grad_()
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad, layer.packed.dense().sum(0).expand_as(x))
@@ -122,7 +122,9 @@ IN_BOTH = pytest.mark.skipif(bool(reason := why_not("matvec", "fbgemm") or why_n
 @IN_BOTH
 @given(st.integers(1, 16), st.integers(1, 70), st.integers(1, 200), st.booleans(), st.integers(-4, 4), st.integers(0, 9))
 def test_few_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_negative: bool, scale: int, seed: int) -> None:
-    """A prompt's last words give what they would give behind a longer part, and a row what it gives among many."""
+    """A short prompt has the bits that it has at the end of a longer prompt, and a row has the bits that it has among many
+    rows.
+    """
     torch.manual_seed(seed)
     weight, x = torch.randn(N, K) * 10.0 ** scale, torch.randn(R, K)
     x = x.relu() if non_negative else x
@@ -133,7 +135,7 @@ def test_few_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_
 
 @IN_BOTH
 def test_an_int8_weight_is_in_memory_once_until_two_orders_are_needed() -> None:
-    """Of training alone FBGEMM's; of a text of a few words alone that row by row, whichever comes first."""
+    """Training needs the weight only in FBGEMM's order, and a text of a few words needs the weight only row by row."""
     weight = torch.randn(40, 64)
     trained = Int8Linear(weight, in_c=False)
     trained(torch.randn(3, 64))
@@ -175,7 +177,7 @@ def test_an_int8_model_is_near_and_gives_a_batch_to_the_bit(generation: str, all
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @torch.no_grad()
 def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(dtype: str) -> None:
-    """Of widths that are whole vectors: PyTorch computes exponentials of the numbers that are left over in another way."""
+    """The widths are whole vectors, because PyTorch computes exponentials of leftover elements in another way."""
     model = model_in(dtype, n_embd=64, n_ffn=128)
     several = tokens(model, B=8, T=12)
     together = Decoder(model, model.empty_state(8))
@@ -202,8 +204,8 @@ def test_steps_do_not_depend_on_torch_s_default_dtype(dtype: str, default: torch
     expected = steps()
     torch.set_default_dtype(default)
     try:
-        found = steps()
+        actual = steps()
     finally:
         torch.set_default_dtype(torch.float32)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""Speculative decoding: a draft changes the number of passes, but no bit of a sequence."""
+"""Tests of speculative decoding: a draft changes the number of passes, but no bit of a sequence."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -28,16 +28,16 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-N = 24                                   # tokens of a sequence
+N = 24                                   # each sequence has at most this many tokens
 
 
 class Random:
-    """Proposes what the row would draw, with some probability, and otherwise a random token: as good or bad as a test wants."""
+    """A draft that proposes the row's next token with probability `right`, and otherwise a random token."""
 
     cost = 0.0
 
     def __init__(self, texts: dict[int, list[int]], right: float = 0.5, seed: int = 0, most_tokens: int = 6) -> None:
-        self.texts = texts               # the ids of each row without a draft, by its index
+        self.texts = texts               # maps a row's index to the ids that it draws without a draft
         self.right = right
         self.most_tokens = most_tokens
         self._random = random.Random(seed)
@@ -53,7 +53,7 @@ def model_in(format: str = "float32", generation: str = "rwkv7", seed: int = 0) 
 
 
 def draft_model(model: RWKV, target: RWKV) -> ModelDraft:
-    """A draft whose time counts as that of a smaller model."""
+    """Returns `model` as a draft whose cost is that of a smaller model."""
     draft = ModelDraft(model, target, BYTES)
     draft.cost = 0.01
     return draft
@@ -95,8 +95,10 @@ def texts_of(rows: Sequence[Row]) -> dict[int, list[int]]:
 @pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
 @pytest.mark.parametrize("format", ["float32", "bfloat16", "int8", "int4"])
 def test_a_draft_changes_no_bit(format: str, generation: str) -> None:
-    """Of texts, log-probabilities and final states, at several temperatures in one batch. tests/model/test_c_step.py compares
-    the passes on every level of the library."""
+    """Compares texts, log-probabilities and final states at several temperatures in one batch.
+
+    tests/model/test_c_step.py compares the passes on every level of the C library.
+    """
     model = model_in(format, generation)
     requests = [Request(prompt, seed, StoppingCriteria(N), Sampling(temperature=temperature), n_logprobs=2, keep_context=True)
                 for seed, (prompt, temperature) in enumerate([("ab", 0.0), ("ba" * 40, 1.0), ("", 0.7)])]
@@ -124,7 +126,10 @@ def test_every_option_of_sampling_stays_as_it_is(name: str) -> None:
     StoppingCriteria(1), StoppingCriteria(2), StoppingCriteria(7), StoppingCriteria(N, stop=["c"]),
     StoppingCriteria(N, stop=["cde"]), StoppingCriteria(N, stop_tokens=[*b"d"])], ids=str)
 def test_a_sequence_ends_where_it_did(stopping: StoppingCriteria) -> None:
-    """Also in the middle of what was accepted; the cache and the state then have what they had."""
+    """A sequence may also end in the middle of the accepted tokens.
+
+    The cache and the state are then those without a draft.
+    """
     model = saying("abcdefgabcdefg")
     requests = [Request("ab", 0, stopping, Sampling(temperature=0), keep_context=True)]
     before, after = PrefixCache(), PrefixCache()
@@ -141,7 +146,7 @@ def test_a_sequence_ends_where_it_did(stopping: StoppingCriteria) -> None:
 
 @in_c
 def test_only_some_rows_have_a_draft_and_rows_come_and_go() -> None:
-    """Rows that join in the middle, that are cancelled, and that have other options."""
+    """Rows join in the middle, are cancelled, and have options of their own."""
     model = model_in("int8")
     requests = [Request("ab" * (1 + 9 * i), i, StoppingCriteria(N - 3 * i), Sampling(temperature=i / 2)) for i in range(4)]
     alone = [results(model, [request], None)[0] for request in requests]
@@ -174,7 +179,7 @@ def test_a_grammar_allows_what_it_allowed() -> None:
 
 @in_c
 def test_the_context_after_a_dead_end_of_a_grammar() -> None:
-    """The text ends in the middle of a pass; its last token has been read."""
+    """The text ends in the middle of a pass, and the context has read the text's last token."""
     pytest.importorskip("llguidance")
     model = model_in()
     banned = Sampling(banned=(BYTES.end_of_text,))
@@ -194,17 +199,17 @@ def test_the_context_after_a_dead_end_of_a_grammar() -> None:
 
 @in_c
 def test_a_stream_that_is_cut_can_be_continued() -> None:
-    """The shown pieces are the text so far, and the context is the one after it."""
+    """The pieces that were yielded are the text so far, and the context is the one after that text."""
     model = model_in()
     expected, = generate_batch(model, BYTES, ["ab"], N)
     engine = Engine(model, BYTES, draft=draft_model(model, model))
     row, = engine.add_all([Request("ab", stopping=StoppingCriteria(N))])
-    shown = ""
+    yielded_text = ""
     for _, piece in engine:
-        shown += piece
+        yielded_text += piece
         if len(row.sample.tokens) >= N // 2:
             break
-    assert shown == row.sample.text
+    assert yielded_text == row.sample.text
     context = engine.context()
     rest = "".join(generate(model, BYTES, "", N, context=context, temperature=0))
     alone = results(model, [Request([*b"ab", *row.sample.tokens], stopping=StoppingCriteria(N),
@@ -235,7 +240,10 @@ def test_new_weights_act_from_the_next_pass_on() -> None:
 @in_c
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_equal_to_the_model_is_always_right(temperature: float) -> None:
-    """At temperature 1, too, since it draws with the row's random numbers; and it sees a prompt of few tokens whole."""
+    """The draft is also right at temperature 1, because it draws with the row's random numbers.
+
+    The draft reads a prompt of few tokens whole.
+    """
     model = model_in()
     rows = results(model, [Request("ab", seed, StoppingCriteria(60), Sampling(temperature=temperature, top_p=0.9, banned=(0,)))
                            for seed in range(2)], draft_model(model, model))
@@ -268,17 +276,17 @@ def test_a_draft_that_overflows_proposes_nothing() -> None:
 
 @in_c
 def test_a_draft_model_reads_on_after_long_prompts_and_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It never reads more than a chunk in a pass, and what it reads is the end of what the row has read."""
+    """The draft never reads more than a chunk in a pass, and reads only the end of what the row has read."""
     model = model_in()
     draft = draft_model(model, model)
     read: list[int] = []
     original = CDecoder.read
 
-    def counted(self: CDecoder, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def record_read(self: CDecoder, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
         read.append(sum(map(len, prompts)))
         return original(self, prompts)
 
-    monkeypatch.setattr(CDecoder, "read", counted)
+    monkeypatch.setattr(CDecoder, "read", record_read)
     ids = [random.Random(0).randrange(1, 256) for _ in range(1000)]
     row = Row(0, Request(ids, stopping=StoppingCriteria(999)), ids, BYTES)
     row.sample.tokens += [*b"a"]
@@ -337,9 +345,11 @@ def test_random_numbers_can_be_seen_before_they_are_drawn() -> None:
 # The number of proposals
 
 
-def paced(right: Callable[[int], bool], n: int, cost: float = 0.0, rows: int = 1) -> tuple[int, float, int]:
-    """(tokens drawn, their time in steps by the rule, the last number of proposals). right(i): whether token i would be
-    right."""
+def simulate_pace(right: Callable[[int], bool], n: int, cost: float = 0.0, rows: int = 1) -> tuple[int, float, int]:
+    """Returns the number of drawn tokens, their time in steps by the rule, and the last number of proposals.
+
+    `right(i)` says whether the draft would propose the right token i.
+    """
     pace, drawn, time, k = Pace(8, cost), 0, 0.0, 0
     while drawn < n:
         k = pace.n_tokens(rows)
@@ -356,7 +366,7 @@ def paced(right: Callable[[int], bool], n: int, cost: float = 0.0, rows: int = 1
 @pytest.mark.parametrize("cost", [0.0, 0.16, 0.4])
 def test_without_luck_a_draft_costs_at_most_three_percent(cost: float) -> None:
     for n in (200, 2000):
-        drawn, time, _ = paced(lambda i: False, n, cost)
+        drawn, time, _ = simulate_pace(lambda i: False, n, cost)
         assert drawn / time >= 0.97
 
 
@@ -365,17 +375,17 @@ def test_more_is_proposed_the_more_is_accepted() -> None:
     gains = []
     for p in (0.1, 0.6, 0.8, 0.95, 1.0):
         right = [draw.random() < p for _ in range(4100)]
-        drawn, time, _ = paced(right.__getitem__, 4000)
+        drawn, time, _ = simulate_pace(right.__getitem__, 4000)
         gains.append(drawn / time)
     assert gains == sorted(gains)
     assert gains[0] > 0.95
     assert gains[2] > 1.5
     assert gains[-1] > 3
-    assert paced(lambda i: True, 200)[2] == 8
+    assert simulate_pace(lambda i: True, 200)[2] == 8
 
 
 def test_a_text_that_becomes_predictable_is_noticed() -> None:
-    drawn, time, last = paced(lambda i: i > 300, 1000)
+    drawn, time, last = simulate_pace(lambda i: i > 300, 1000)
     assert last == 8
     assert drawn / time > 1.4
 

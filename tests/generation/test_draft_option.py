@@ -1,4 +1,4 @@
-"""draft= as a user gives it: to generate.py, chat.py and serve.py."""
+"""Tests of the option draft= of generate.py, chat.py and serve.py."""
 
 import dataclasses
 from pathlib import Path
@@ -17,14 +17,14 @@ from rwkv.generation.row import Row
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
 BYTES = ByteTokenizer()
-ASKED = ("checkpoint=model.pth", "tokenizer=byte", "kernel=reference", "prompt=a", "max_new_tokens=60", "temperature=0")
+ARGUMENTS = ("checkpoint=model.pth", "tokenizer=byte", "kernel=reference", "prompt=a", "max_new_tokens=60", "temperature=0")
 CIRCLE = [*b"abcdefghijklmna"]
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """model.pth, a smaller model that generates the same text, a different model, and files that cannot be drafts."""
+    """Writes model.pth, a smaller model that generates the same text, a different model, and files that cannot be drafts."""
     following(256, CIRCLE, n_embd=64).save_pretrained(tmp_path / "model.pth", format="pth")
     following(256, CIRCLE, n_embd=16).save_pretrained(tmp_path / "small.pth", format="pth")
     small_model(vocab_size=256, generation="rwkv7").save_pretrained(tmp_path / "other.pth", format="pth")
@@ -49,10 +49,10 @@ def test_programs_take_a_draft(program: str) -> None:
 @in_c
 @pytest.mark.usefixtures("files")
 def test_the_text_is_the_same_and_a_line_says_what_was_accepted(run: Run) -> None:
-    _, expected, _ = run("generate", *ASKED)
+    _, expected, _ = run("generate", *ARGUMENTS)
     assert expected.count("abcdefghijklmn") == 4
     for draft, proposes in (("ngram", True), ("small.pth", True), ("other.pth", True), ("model.pth", False)):
-        status, output, error = run("generate", *ASKED, f"draft={draft}", "draft_tokens=4")
+        status, output, error = run("generate", *ARGUMENTS, f"draft={draft}", "draft_tokens=4")
         assert (status, output) == (0, expected)
         assert ("proposed token" in error) == proposes
         assert ("ignored" in error) != proposes
@@ -62,7 +62,7 @@ def test_the_text_is_the_same_and_a_line_says_what_was_accepted(run: Run) -> Non
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "words"), [
     (("draft=absent.pth",), ("draft=absent.pth", "no checkpoint")),
     (("draft=cut.pth",), ("draft=cut.pth",)),
     (("draft=text.pth",), ("draft=text.pth",)),
@@ -72,23 +72,23 @@ def test_the_text_is_the_same_and_a_line_says_what_was_accepted(run: Run) -> Non
     (("draft=ngram", "draft_tokens=0"), ("draft_tokens", "at least 1")),
     (("draft=ngram", "draft_tokens=33"), ("draft_tokens", "at most 32")),
     (("draft_tokens=4",), ("draft_tokens requires draft=",))], ids=str)
-def test_what_is_no_draft_is_one_sentence(run: Run, arguments: tuple[str, ...], said: tuple[str, ...],
+def test_what_is_no_draft_is_one_sentence(run: Run, arguments: tuple[str, ...], words: tuple[str, ...],
                                           monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the model's weights are loaded."""
+    """The error comes before the model's weights are loaded."""
     from rwkv.pretrained import RWKV
 
     monkeypatch.setattr(RWKV, "from_checkpoint", None)
-    one_sentence(run("generate", *ASKED, *arguments), *said)
+    one_sentence(run("generate", *ARGUMENTS, *arguments), *words)
 
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(("checkpoint", "draft"), [("wide.pth", "ngram"), ("wide.pth", "small.pth"),
                                                    ("model.pth", "narrow.pth")])
 def test_a_draft_is_ignored_with_a_line_where_pytorch_steps(run: Run, checkpoint: str, draft: str) -> None:
-    """Widths that are no multiples of 8 have no step in C."""
-    asked = (f"checkpoint={checkpoint}", *ASKED[1:])
-    status, output, error = run("generate", *asked, f"draft={draft}")
-    assert (status, output) == (0, run("generate", *asked)[1])
+    """The C library has no step for widths that are not multiples of 8."""
+    arguments = (f"checkpoint={checkpoint}", *ARGUMENTS[1:])
+    status, output, error = run("generate", *arguments, f"draft={draft}")
+    assert (status, output) == (0, run("generate", *arguments)[1])
     line = next(line for line in error.splitlines() if line.startswith("draft: "))
     assert "ignored" in line
     assert "multiple of 8" in error
@@ -104,15 +104,15 @@ def chat_with(draft: Any) -> Chat:
 
 @in_c
 def test_answers_of_a_chat_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after an answer that was cut, and with penalties of the whole conversation; n-grams see all of it."""
-    seen = []
+    """One answer is cut, and the penalties are of the whole conversation, all of which the n-grams see."""
+    histories = []
     original = NGram.propose
 
-    def watched(self: NGram, row: Row, n: int) -> list[int]:
-        seen.append(bytes(row.known_ids))
+    def record_history(self: NGram, row: Row, n: int) -> list[int]:
+        histories.append(bytes(row.known_ids))
         return original(self, row, n)
 
-    monkeypatch.setattr(NGram, "propose", watched)
+    monkeypatch.setattr(NGram, "propose", record_history)
     plain, drafted = chat_with(None), chat_with(NGram())
     for turn, text in enumerate(("abcabcabc", "bca", "and then?")):
         for chat in (plain, drafted):
@@ -120,11 +120,11 @@ def test_answers_of_a_chat_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None
         assert "".join(drafted.say(text)) == "".join(plain.say(text))
     assert drafted.messages == plain.messages
     assert drafted.stats.proposed >= drafted.stats.accepted > 0
-    assert seen[-1].decode() == drafted.template.render(drafted.messages[:-1])
+    assert histories[-1].decode() == drafted.template.render(drafted.messages[:-1])
     answer = drafted.say("abc")
-    shown = next(answer) + next(answer)
+    partial_answer = next(answer) + next(answer)
     answer.close()
-    assert drafted.messages[-1]["content"] == shown.strip()
+    assert drafted.messages[-1]["content"] == partial_answer.strip()
 
 
 @in_c

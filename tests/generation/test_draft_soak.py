@@ -1,6 +1,6 @@
-"""Hundreds of batches with all options drawn at random: a draft changes no bit of any sequence.
+"""Compares hundreds of batches with random options: a draft changes no bit of any sequence.
 
-A failure prints the seed of its batch; BATCHES are those of a run.
+A failure prints the seed of its batch.
 """
 
 import random
@@ -25,7 +25,7 @@ from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))]
-BATCHES = 200                            # of 1 to 5 prompts
+BATCHES = 200                            # a batch has 1 to 5 prompts
 ALPHABET = "abc "
 CHOICES: dict[str, list[Any]] = {
     "temperature": [0.0, 0.3, 0.8, 1.0, 1.5], "top_k": [0, 0, 1, 5, 40], "top_p": [1.0, 0.9, 0.3], "min_p": [0.0, 0.05, 0.3],
@@ -41,7 +41,7 @@ def text_of(draw: random.Random, most: int) -> str:
 
 
 def request_of(draw: random.Random, model: RWKV) -> Request:
-    """A request with random options."""
+    """Returns a request with random options."""
     sampling = Sampling(**{name: draw.choice(values) for name, values in CHOICES.items()})
     stopping = StoppingCriteria(draw.choice([0, 1, 2, 5, 30, 60]), draw.choice([(), ("ab",), ("a b", "cc"), ("c",)]),
                                 draw.choice([(), (), (99,)]))
@@ -56,7 +56,7 @@ def request_of(draw: random.Random, model: RWKV) -> Request:
 
 
 def run(model: RWKV, requests: list[Request], order: list[int], draft: Draft | None, cache: PrefixCache | None) -> list[Row]:
-    """The rows of the requests, each of which is added after order[i] more steps."""
+    """Returns the rows of the requests. Request i is added after order[i] more steps."""
     engine = Engine(model, BYTES, cache, draft)
     rows = []
     for request, steps in zip(requests, order, strict=True):
@@ -68,7 +68,7 @@ def run(model: RWKV, requests: list[Request], order: list[int], draft: Draft | N
 
 
 def assert_same_cache(cache: PrefixCache, other: PrefixCache, rows: list[Row]) -> None:
-    """Every prefix of a sequence has the same entry, to the bit, or none."""
+    """Asserts that both caches have the same entry, to the bit, or none, for every prefix of a sequence."""
     assert len(cache) == len(other)
     for row in rows:
         ids = row.tokens_read()

@@ -1,4 +1,4 @@
-"""Embeddings are the model's final hidden states, independent of other requests in the engine."""
+"""Tests that embeddings are the model's final hidden states and independent of other requests in the engine."""
 
 import pytest
 import torch
@@ -26,11 +26,11 @@ def test_an_embedding_is_of_the_hidden_states(generation: str) -> None:
         vectors = embed(model, BYTES, TEXTS, pooling)
         for text, vector in zip(TEXTS, vectors, strict=True):
             ids = torch.tensor([BYTES.encode(text) or [BYTES.end_of_text]])
-            hidden = next(found for found in model.hidden_in_parts(ids, None, 1) if found)[0][0].double()
-            wanted = hidden.mean(0) if pooling == "mean" else hidden[-1]
-            torch.testing.assert_close(vector.double(), wanted / wanted.norm(), atol=1e-4, rtol=0)
+            hidden = next(output for output in model.hidden_in_parts(ids, None, 1) if output)[0][0].double()
+            expected = hidden.mean(0) if pooling == "mean" else hidden[-1]
+            torch.testing.assert_close(vector.double(), expected / expected.norm(), atol=1e-4, rtol=0)
         assert torch.equal(vectors[1], vectors[4])
-        assert torch.equal(vectors[1], embed(model, BYTES, ["A cat."], pooling)[0])      # alone, to the bit
+        assert torch.equal(vectors[1], embed(model, BYTES, ["A cat."], pooling)[0])      # the text alone has the same bits
 
 
 def test_embeddings_leave_generated_texts_and_the_cache_alone() -> None:

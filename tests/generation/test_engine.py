@@ -1,4 +1,4 @@
-"""The engine: a text depends only on its prompt, its seed and the options; its pieces are the whole text, at constant cost."""
+"""Tests of the engine: a text depends only on its prompt, seed and options, and its pieces add up to it at constant cost."""
 
 import sys
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenize
 PROMPT = "naïve — 你好\n"
 BYTES = ByteTokenizer()
 TOKENIZERS = {"byte": BYTES, "char": CharTokenizer(PROMPT + "abcdefghij"), "bpe": JsonTokenizer.train([PROMPT * 20], 300)}
-KERNELS = ("conv1d", "torch_scan", "reference", "rwkv7")                 # of RWKV-4, and one of RWKV-7
+KERNELS = ("conv1d", "torch_scan", "reference", "rwkv7")                 # three kernels of RWKV-4, and one of RWKV-7
 MODELS = {kernel: small_model(kernel, vocab_size=256) for kernel in KERNELS[:-1]}
 MODELS["rwkv7"] = small_model("reference", vocab_size=256, generation="rwkv7")
 PROMPTS = st.lists(st.text("ab\n", max_size=12), min_size=1, max_size=5)
@@ -46,8 +46,8 @@ def model_for(tokenizer: Tokenizer, kernel: str = "conv1d") -> RWKV:
     return small_model(kernel, vocab_size=tokenizer.vocab_size)
 
 
-def constant(model: RWKV, token: int) -> RWKV:
-    """The model, changed to predict `token` after every input."""
+def always_predict(model: RWKV, token: int) -> RWKV:
+    """Changes the model to predict `token` after every input, and returns the model."""
     with torch.no_grad():
         model.ln_out.weight.zero_()
         model.ln_out.bias.fill_(1)
@@ -57,21 +57,21 @@ def constant(model: RWKV, token: int) -> RWKV:
 
 
 def cut_into(patch: pytest.MonkeyPatch, chunk: int, budget: int) -> None:
-    """Prefill in chunks of `chunk` tokens, in stages with the work of `budget` tokens."""
+    """Makes prefill read chunks of `chunk` tokens, in stages with the work of `budget` tokens."""
     patch.setattr(prefill_module, "ON_CPU", prefill_module.ON_CPU._replace(longest=chunk, budget=budget))
 
 
 def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -> list[int]:
     """Generates one token after another by calling the model itself."""
-    generator, written = torch.Generator().manual_seed(seed), []
+    generator, drawn_ids = torch.Generator().manual_seed(seed), []
     logits, state = model.prefill(torch.tensor([ids]))
-    while len(written) < n:
+    while len(drawn_ids) < n:
         token = next_tokens(logits, torch.rand(1, generator=generator, dtype=torch.float64), options)
         if token == 0:
             break
-        written.append(int(token))
+        drawn_ids.append(int(token))
         logits, state = model.prefill(token[:, None], state)
-    return written
+    return drawn_ids
 
 
 def read_prompts(model: RWKV, prompts: list[list[int]], start: PrefillResult | None = None,
@@ -85,7 +85,7 @@ def read_prompts(model: RWKV, prompts: list[list[int]], start: PrefillResult | N
 
 
 class Adapter(nn.Module):
-    """Like LoRA's: it has the weight of the layer it replaces, and computes something else."""
+    """A layer like LoRA's, which has the weight of the layer that it replaces, and computes something else."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ CHANGES = {"adapter": adapt, "subclass": subclass, "bias": add_bias, "own forwar
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @torch.no_grad()
 def test_a_changed_module_acts_on_every_token(change: Callable[[RWKV], Any]) -> None:
-    """The text is that of a loop over model(token, state), and differs from the unchanged model's."""
+    """The text is that of a loop over model(token, state), and differs from the unchanged model's text."""
     model = small_model("reference", vocab_size=256)
     options = {"temperature": 0.0, "logit_bias": {0: -1e9}}             # 0 would end the text
     unchanged = generate_batch(model, BYTES, ["ab"], 12, **options)[0].tokens
@@ -150,11 +150,11 @@ def test_a_changed_module_acts_on_every_token(change: Callable[[RWKV], Any]) -> 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 def test_the_pieces_are_the_text_of_the_tokens(tokenizer: Tokenizer, prompt: str) -> None:
     model, options = model_for(tokenizer), Sampling(0.9, 20, 0.95, banned=(0,))
-    written = by_hand(model, tokenizer.encode(prompt) or [tokenizer.end_of_text], 40, 3, options)
-    assert len(written) == 40
+    drawn_ids = by_hand(model, tokenizer.encode(prompt) or [tokenizer.end_of_text], 40, 3, options)
+    assert len(drawn_ids) == 40
     pieces = list(generate(model, tokenizer, prompt, 40, temperature=0.9, top_k=20, top_p=0.95, banned=(0,), seed=3))
     assert all(pieces)
-    assert "".join(pieces) == tokenizer.decode(written)
+    assert "".join(pieces) == tokenizer.decode(drawn_ids)
 
 
 @pytest.mark.thorough
@@ -163,7 +163,7 @@ def test_the_pieces_are_the_text_of_the_tokens(tokenizer: Tokenizer, prompt: str
 @settings(max_examples=20, deadline=None)
 def test_a_text_of_a_batch_is_the_text_alone(kernel: str, prompts: list[str], seeds: list[int], options: dict[str, float],
                                              stop: list[str]) -> None:
-    """The same tokens and endings at any batch size and position, under each kernel, with rows that end at different times."""
+    """Tokens and endings are the same at any batch size and position, under each kernel, when rows end at different times."""
     model, seeds = MODELS[kernel], seeds[:len(prompts)]
     together = generate_batch(model, BYTES, prompts, 12, seeds=seeds, stop=stop, **options)
     for prompt, seed, sample in zip(prompts, seeds, together, strict=True):
@@ -179,8 +179,8 @@ def test_a_text_of_a_batch_is_the_text_alone(kernel: str, prompts: list[str], se
 def test_a_prefix_cache_changes_no_result(kernel: str, prompts: list[str], max_bytes: int) -> None:
     model, cache = MODELS[kernel], PrefixCache(max_bytes)
     for prompt in prompts:
-        found, = read_prompts(model, [[*prompt.encode()]], cache=cache)
-        assert_close(found, prefill(model, torch.tensor([[*prompt.encode()]])))
+        result, = read_prompts(model, [[*prompt.encode()]], cache=cache)
+        assert_close(result, prefill(model, torch.tensor([[*prompt.encode()]])))
         assert cache.bytes <= max_bytes
 
 
@@ -247,7 +247,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 9), st.text("ab\n", max_size=30), s
 @given(st.sampled_from(KERNELS), ARRIVALS)
 @settings(max_examples=12)
 def test_rows_join_and_leave_and_each_text_is_the_text_alone(kernel: str, arrivals: list[Any]) -> None:
-    """Rows with options of their own that arrive between steps, with prompts of several chunks; the first is cancelled."""
+    """Rows with options of their own and prompts of several chunks arrive between steps, and the first row is cancelled."""
     model = MODELS[kernel]
     with pytest.MonkeyPatch.context() as patch:
         cut_into(patch, 16, 8)
@@ -267,7 +267,7 @@ def test_rows_join_and_leave_and_each_text_is_the_text_alone(kernel: str, arriva
 
 @pytest.mark.parametrize("kernel", ["conv1d", "rwkv7"])
 def test_a_text_from_the_cache_is_the_text(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second turn reads only what is new: the prompt, the answer's last token and the new words."""
+    """The second turn reads only the answer's last token and the new words."""
     model, cache = MODELS[kernel], PrefixCache()
     prompt = "a question of some length: "
     engine = Engine(model, BYTES, cache)
@@ -275,33 +275,33 @@ def test_a_text_from_the_cache_is_the_text(kernel: str, monkeypatch: pytest.Monk
     list(engine)
     tokens = [*prompt.encode(), *rows[0].sample.tokens, *b"more"]
     expected = Engine(model, BYTES)
-    expected = _finished(expected, expected.add(Request(tokens, 3, StoppingCriteria(20))))
+    expected = _run_to_end(expected, expected.add(Request(tokens, 3, StoppingCriteria(20))))
     again = Engine(model, BYTES, cache=cache)
     row = again.add(Request(tokens, 3, StoppingCriteria(20)))
     assert row.cached_tokens == len(prompt) + 5
-    assert _finished(again, row) == expected
+    assert _run_to_end(again, row) == expected
 
 
-def _finished(engine: Engine, row: Row) -> Sample:
+def _run_to_end(engine: Engine, row: Row) -> Sample:
     list(engine)
     return row.sample
 
 
 @pytest.mark.parametrize("length", [5, 40])
 def test_a_prompt_is_read_as_the_model_reads_it(length: int) -> None:
-    """In one call of C where it is short; log-probabilities change no bit of the result."""
+    """A short prompt is read in one call of C, and log-probabilities change no bit of the result."""
     model, ids = MODELS["rwkv7"], [*range(1, 1 + length)]
     start = prefill(model, torch.tensor([[7, 8]]))
-    found = []
+    results = []
     for n_logprobs in (None, 2):
         reading = Prefill(model, ids, start, n_logprobs=n_logprobs, decoder=CDecoder(model, model.empty_state(0)))
         while reading.next_cost:
             reading.advance()
         assert bool(reading.logprobs) == (n_logprobs is not None)
         assert reading.result is not None
-        found.append(reading.result)
-    assert_close(found[0], prefill(model, torch.tensor([ids]), start))
-    assert all(map(torch.equal, (found[0].logits, *found[0].state), (found[1].logits, *found[1].state)))
+        results.append(reading.result)
+    assert_close(results[0], prefill(model, torch.tensor([ids]), start))
+    assert all(map(torch.equal, (results[0].logits, *results[0].state), (results[1].logits, *results[1].state)))
 
 
 @pytest.mark.parametrize("n_logprobs", [None, 2])
@@ -331,11 +331,11 @@ def test_a_prompt_delays_the_others_by_one_budget_at_most(monkeypatch: pytest.Mo
             for length in (50, 3, 4)]
     chunks, costs, advance = watch(monkeypatch), list[int](), Prefill.advance
 
-    def counted(self: Prefill) -> None:
+    def record_cost(self: Prefill) -> None:
         costs.append(self.next_cost)
         advance(self)
 
-    monkeypatch.setattr(Prefill, "advance", counted)
+    monkeypatch.setattr(Prefill, "advance", record_cost)
     ended = []
     while engine.unfinished:
         before = len(costs)
@@ -374,7 +374,9 @@ def test_rows_end_on_their_own() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_goes_on_after_its_prompt(kind: str, tmp_path: Path) -> None:
-    """Prompt and text are the text of all ids, also streamed, after a context or a state file, and in the tokens' strings."""
+    """The prompt and its text are the text of all ids: as a stream, after a context or a state file, and in the tokens'
+    strings.
+    """
     tokenizer = JsonTokenizer(KINDS[kind])
     model = following(tokenizer.vocab_size, tokenizer.encode("bad cab"), n_embd=64)
     options: dict[str, Any] = {"temperature": 0}
@@ -445,7 +447,7 @@ def test_an_iteration_that_was_left_can_be_continued() -> None:
 
 
 def test_pieces_come_before_the_text_is_finished() -> None:
-    pieces = generate(constant(model_for(TOKENIZERS["char"]), 5), TOKENIZERS["char"], max_new_tokens=10 ** 9)
+    pieces = generate(always_predict(model_for(TOKENIZERS["char"]), 5), TOKENIZERS["char"], max_new_tokens=10 ** 9)
     assert next(pieces) == next(pieces) != ""
 
 
@@ -510,7 +512,10 @@ def test_a_prompt_that_cannot_be_encoded_and_a_tokenizer_of_another_model_are_re
 @pytest.mark.parametrize("kernel", ["reference", "rwkv7"])
 @pytest.mark.parametrize("options", [Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5)], ids=str)
 def test_a_damaged_context_ends_its_own_row_and_no_other(kernel: str, options: Sampling) -> None:
-    """Its logits may stop being finite at once, or where the state grows; kept or not, with log-probabilities or without."""
+    """The logits of a damaged context may stop being finite at once, or where the state grows.
+
+    The final context is kept or not, with log-probabilities or without.
+    """
     model = MODELS[kernel]
     good = prefill(model, torch.tensor([[5, 6]]))
     bad = good._replace(state=good.state._replace(**{name: part * torch.nan for name, part in good.state._asdict().items()}))
@@ -541,7 +546,7 @@ def test_logits_of_the_model_that_are_not_finite_are_an_error() -> None:
 @torch.no_grad()
 def test_a_model_with_spare_tokens_never_says_them() -> None:
     """Vocabularies are often padded: a token that the tokenizer lacks has no text."""
-    model = constant(small_model("conv1d", vocab_size=300), 299)
+    model = always_predict(small_model("conv1d", vocab_size=300), 299)
     model.head.weight[ord("a")] = 50
     assert "".join(generate(model, BYTES, "a", 3)) == "aaa"
 
@@ -551,11 +556,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(prefill_module, "SHORT_PROMPT", 0)
     chunks, embedded = [], RWKV._first_block_inputs
 
-    def watched(self: RWKV, several: torch.Tensor, state: Any) -> Any:
+    def record_shape(self: RWKV, several: torch.Tensor, state: Any) -> Any:
         chunks.append(tuple(several.shape))
         return embedded(self, several, state)
 
-    monkeypatch.setattr(RWKV, "_first_block_inputs", watched)
+    monkeypatch.setattr(RWKV, "_first_block_inputs", record_shape)
     return chunks
 
 

@@ -1,4 +1,4 @@
-"""A process that is forked after its parent has generated text does not wait for threads that exist only in the parent."""
+"""Tests that a process forked after its parent has generated text does not wait for threads that only the parent has."""
 
 import os
 import subprocess
@@ -63,6 +63,6 @@ for does in ({does}):
                  marks=[pytest.mark.implementation("wkv7", "taichi_v3", device="cpu"), pytest.mark.compiles])])
 def test_a_forked_child_answers(kernel: str, before: bool, does: str) -> None:
     code = CODE.format(root=str(ROOT), tests=str(ROOT / "tests"), kernel=kernel, before=before, does=does)
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}, capture_output=True,
-                          text=True, timeout=100, check=False)               # where cores are few, threads that spin take long
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}, capture_output=True,
+                            text=True, timeout=100, check=False)               # where cores are few, spinning threads take long
+    assert result.returncode == 0, result.stderr

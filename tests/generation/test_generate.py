@@ -1,4 +1,4 @@
-"""generate.py as a user calls it: text on standard output, a mistake as one sentence, states that are continued later."""
+"""Tests generate.py as a user calls it: texts on standard output, mistakes as one sentence, and states that go on later."""
 
 import errno
 import io
@@ -63,8 +63,8 @@ def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: 
         (Path("several") / name).touch()
     Path("utf16.txt").write_text("a", encoding="utf-16")
     Path("wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
-    given = "checkpoint=" in "".join(arguments) or not arguments
-    one_sentence(run("generate", *(() if given else CHECKPOINT[:1]), *arguments), named)
+    has_checkpoint = "checkpoint=" in "".join(arguments) or not arguments
+    one_sentence(run("generate", *(() if has_checkpoint else CHECKPOINT[:1]), *arguments), named)
 
 
 def test_a_checkpoint_without_a_tokenizer_is_one_sentence(run: Run) -> None:
@@ -76,18 +76,18 @@ def test_a_checkpoint_without_a_tokenizer_is_one_sentence(run: Run) -> None:
 def test_standard_output_is_the_prompt_and_what_follows_it(run: Run, prompt: str) -> None:
     status, output, error = run("generate", *CHECKPOINT, f"prompt={prompt}", "max_new_tokens=20")
     assert status == 0
-    said = rf"^read {max(1, len(prompt))} tokens? in [\d.]+ s, wrote \d+ in [\d.]+ s( \(\d+ tokens/s after the first\))?$"
-    assert re.search(said, error, re.MULTILINE)
+    pattern = rf"^read {max(1, len(prompt))} tokens? in [\d.]+ s, wrote \d+ in [\d.]+ s( \(\d+ tokens/s after the first\))?$"
+    assert re.search(pattern, error, re.MULTILINE)
     assert output.startswith(prompt)
     assert set(output) <= set(CHARACTERS)
     again = run("generate", "checkpoint=model.ckpt", f"prompt={prompt}", "max_new_tokens=20", "stream=false")
     assert again[1] == output
 
 
-def test_a_prompt_from_standard_input(run: Run, typed: Callable[[bytes], None]) -> None:
-    typed("cab\nü".encode())
+def test_a_prompt_from_standard_input(run: Run, set_stdin: Callable[[bytes], None]) -> None:
+    set_stdin("cab\nü".encode())
     assert run("generate", *CHECKPOINT, "prompt=-", "max_new_tokens=0")[:2] == (0, "cab\nü\n")
-    typed(b"caf\xe9")
+    set_stdin(b"caf\xe9")
     status, _, error = run("generate", *CHECKPOINT, "prompt=-")
     assert (status, "byte 3" in error) == (2, True)
 
@@ -121,7 +121,7 @@ NO_LINE_ENDS = "a\u2028b\u2029c\x85d\fe\vf"
 @pytest.mark.parametrize(("name", "line"), [
     ("prompts.txt", NO_LINE_ENDS), ("prompts.jsonl", json.dumps({"prompt": NO_LINE_ENDS}, ensure_ascii=False))])
 def test_a_line_of_prompts_ends_at_a_newline_alone(tmp_path: Path, name: str, line: str) -> None:
-    """And a byte order mark is no part of the first one."""
+    """A byte order mark is no part of the first line."""
     (tmp_path / name).write_bytes(f"\ufeff{line}\r\n{line}\n".encode())
     assert prompts_from(GenerateConfig(prompts=str(tmp_path / name))) == [NO_LINE_ENDS] * 2
 
@@ -152,7 +152,7 @@ def test_a_saved_state_goes_on_as_without_the_break(run: Run) -> None:
 
 
 class Interrupting(io.StringIO):
-    """Standard output of a user who presses Ctrl-C after twelve characters."""
+    """A standard output whose user presses Ctrl-C after twelve characters."""
 
     def write(self, text: str) -> int:
         super().write(text)
@@ -174,7 +174,7 @@ def test_ctrl_c_keeps_what_was_written(run: Run) -> None:
 
 @pytest.mark.parametrize("files", [(), ("out=text.jsonl", "save_state=kept.safetensors")])
 def test_the_end_of_the_reader_is_not_an_error(run: Run, files: tuple[str, ...]) -> None:
-    """`python generate.py | head`; and files are whole nevertheless."""
+    """`python generate.py | head` ends without an error, and its files are whole nevertheless."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as closed, redirect_stdout(closed):     # noqa: PTH123 (a descriptor)
@@ -187,7 +187,7 @@ def test_the_end_of_the_reader_is_not_an_error(run: Run, files: tuple[str, ...])
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_full_disk_is_told_after_the_files_are_written(run: Run) -> None:
+def test_a_full_disk_is_reported_after_the_files_are_written(run: Run) -> None:
     full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115  the program ends its use
     files = ("out=text.jsonl", "save_state=kept.safetensors")
     with redirect_stdout(full):

@@ -1,4 +1,4 @@
-"""Grammars: whatever a model's weights are, a finished text is in the grammar."""
+"""Tests of grammars: whatever a model's weights are, a finished text is in the grammar."""
 
 import json
 import math
@@ -14,7 +14,7 @@ import tokenizer_files
 from hypothesis import example, given
 from hypothesis import strategies as st
 from models import following, saying, small_model
-from schemas import SCHEMAS, closed, drawn
+from schemas import SCHEMAS, closed, random_schema
 
 from rwkv.config import GenerateConfig, Sampling
 from rwkv.errors import UserError
@@ -39,8 +39,8 @@ def texts(grammar: Grammar, tokenizer: Tokenizer = BYTES, n: int = 2, **options:
     return generate_batch(model, tokenizer, [""] * n, seeds=[*range(n)], grammar=grammar, **options)
 
 
-def finished(schema: dict[str, Any], samples: list[Sample]) -> int:
-    """How many have ended by themselves, all of which are valid."""
+def count_finished(schema: dict[str, Any], samples: list[Sample]) -> int:
+    """Returns how many of the samples have ended by themselves, and asserts that these are valid."""
     validator = jsonschema_rs.validator_for(schema, validate_formats=True)
     ended = [sample for sample in samples if sample.finish_reason == "end_of_text"]
     for sample in ended:
@@ -53,7 +53,7 @@ def finished(schema: dict[str, Any], samples: list[Sample]) -> int:
 def test_every_finished_text_is_valid() -> None:
     ended = 0
     for number, schema in enumerate(SCHEMAS):
-        ended += finished(schema, texts(Grammar.json_schema(schema), temperature=(0, 0.7, 1, 2)[number % 4]))
+        ended += count_finished(schema, texts(Grammar.json_schema(schema), temperature=(0, 0.7, 1, 2)[number % 4]))
     assert ended > len(SCHEMAS), "most of two each"
 
 
@@ -62,8 +62,8 @@ def test_every_finished_text_is_valid() -> None:
 def test_every_finished_text_of_many_schemas_is_valid(temperature: float) -> None:
     ended = 0
     for seed in range(200):
-        schema = drawn(random.Random(seed))
-        ended += finished(schema, texts(Grammar.json_schema(schema), n=4, temperature=temperature))
+        schema = random_schema(random.Random(seed))
+        ended += count_finished(schema, texts(Grammar.json_schema(schema), n=4, temperature=temperature))
     assert ended > 400
 
 
@@ -105,16 +105,16 @@ def test_addresses_have_the_lengths_that_they_may_have(name: str) -> None:
 
 
 def each_tokenizer() -> list[Any]:
-    made = {"char": CharTokenizer('{}": ,nameabc0123456789'), "chatml": JsonTokenizer(tokenizer_files.chatml()),
-            "bpe": JsonTokenizer.train(['{"name": "abc", "n": 12}'] * 5, 270),
-            "sentencepiece": JsonTokenizer(tokenizer_files.sentencepiece_bpe())}
-    return [pytest.param(tokenizer, id=name) for name, tokenizer in made.items()]
+    tokenizers = {"char": CharTokenizer('{}": ,nameabc0123456789'), "chatml": JsonTokenizer(tokenizer_files.chatml()),
+                  "bpe": JsonTokenizer.train(['{"name": "abc", "n": 12}'] * 5, 270),
+                  "sentencepiece": JsonTokenizer(tokenizer_files.sentencepiece_bpe())}
+    return [pytest.param(tokenizer, id=name) for name, tokenizer in tokenizers.items()]
 
 
 @pytest.mark.parametrize("tokenizer", each_tokenizer())
 def test_tokens_of_any_tokenizer(tokenizer: Tokenizer) -> None:
     samples = texts(Grammar.json_schema(NAMED), tokenizer, n=3)
-    assert finished(NAMED, samples) == 3
+    assert count_finished(NAMED, samples) == 3
     assert all(b"".join(tokenizer.tokens_as_bytes()[token] for token in sample.tokens).decode() == sample.text
                for sample in samples)
 
@@ -150,7 +150,7 @@ def test_log_probabilities_are_of_the_allowed_tokens() -> None:
 
 
 def test_the_end_comes_where_the_grammar_accepts() -> None:
-    eager = following(256, [*b"\n"], [0, 0], [*b"a", 0])         # wants to end
+    eager = following(256, [*b"\n"], [0, 0], [*b"a", 0])         # this model ends a text as soon as it may
     assert "".join(generate(eager, BYTES, "", 20, temperature=0, grammar=Grammar.regex("a{3}b*"))).startswith("aaa")
     assert "".join(generate(eager, BYTES, "", 20, temperature=0, grammar=Grammar.regex("a{0,3}"))) == ""
     sample, = texts(Grammar.regex("a{9}"), n=1, max_new_tokens=5)
@@ -211,7 +211,7 @@ def test_without_llguidance_a_sentence_says_how_to_install_it(monkeypatch: pytes
         assert "pip install" in str(error.value)
 
 
-def test_generate_py_has_the_same(tmp_path: Path) -> None:
+def test_generate_py_has_the_options_of_grammars(tmp_path: Path) -> None:
     schema, wrong, lark = (tmp_path / name for name in ("schema.json", "wrong.json", "words.lark"))
     schema.write_text(json.dumps(NAMED))
     wrong.write_text("{")

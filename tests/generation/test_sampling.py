@@ -1,4 +1,4 @@
-"""Drawing the next token: which tokens can come, how often, and in which order the options act."""
+"""Tests of drawing the next token: which tokens can come, how often, and in which order the options act."""
 
 import math
 from dataclasses import replace
@@ -25,30 +25,30 @@ from rwkv.generation.sampling import (
 )
 from rwkv.model.decoding.c_step import token_sampler
 
-PROBABILITIES = (0.1, 0.4, 0.2, 0.3)         # most likely first: 1, 3, 2, 0
+PROBABILITIES = (0.1, 0.4, 0.2, 0.3)         # the tokens, from the most likely on, are 1, 3, 2, 0
 DRAWS = 20_000
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
 def draw(request: pytest.FixtureRequest) -> Draw | None:
-    """The arguments of next_tokens."""
+    """Returns the `draw` argument of next_tokens: None for PyTorch, or the native implementation."""
     if request.param == "native" and token_sampler() is None:
         pytest.skip("no implementation of kernels/draw runs on this CPU")
     return token_sampler() if request.param == "native" else None
 
 
-def draws(draw: Draw | None, logits: Tensor, n: int = DRAWS, **options: Any) -> Tensor:
+def draw_tokens(draw: Draw | None, logits: Tensor, n: int = DRAWS, **options: Any) -> Tensor:
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return next_tokens(logits.expand(n, -1), uniform, Sampling(**PLAIN | options), draw=draw)
 
 
 def support(draw: Draw | None, **options: Any) -> set[int]:
-    return set(draws(draw, torch.tensor(PROBABILITIES).log(), **options).tolist())
+    return set(draw_tokens(draw, torch.tensor(PROBABILITIES).log(), **options).tolist())
 
 
 def exact(logits: np.ndarray, options: Sampling) -> np.ndarray:
-    """The probabilities of a row's tokens in float64, in the order of operations of rwkv/generation/sampling.py."""
+    """Returns the probabilities of a row's tokens in float64, in the order of operations of rwkv/generation/sampling.py."""
     def softmax(x: np.ndarray) -> np.ndarray:
         return np.exp(x - x.max()) / np.exp(x - x.max()).sum()
 
@@ -57,22 +57,22 @@ def exact(logits: np.ndarray, options: Sampling) -> np.ndarray:
     likeliest = sorted(range(len(logits)), key=lambda token: -logits[token])
     by_k = set(likeliest[:options.top_k or len(logits)])
     nucleus = before / sum(before[token] for token in by_k) if hf else before
-    kept, total = set(), 0.0
+    survivors, total = set(), 0.0
     for token in likeliest:
         if (total < options.top_p or options.top_p == 1) and (token in by_k or not hf):
-            kept.add(token)
+            survivors.add(token)
             total += nucleus[token]
     away = (logits - logits.max()) / (options.temperature if hf else 1)
-    kept = {token for token in kept & by_k if options.min_p == 0 or away[token] >= math.log(options.min_p)}
+    survivors = {token for token in survivors & by_k if options.min_p == 0 or away[token] >= math.log(options.min_p)}
     after = before if hf else softmax(logits / options.temperature)
-    after = np.array([probability if token in kept else 0.0 for token, probability in enumerate(after)])
+    after = np.array([probability if token in survivors else 0.0 for token, probability in enumerate(after)])
     return after / after.sum()
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    wanted = counts.sum() * probabilities
-    assert not counts[wanted == 0].any()
-    return float((((counts - wanted) ** 2)[wanted > 0] / wanted[wanted > 0]).sum())
+    expected = counts.sum() * probabilities
+    assert not counts[expected == 0].any()
+    return float((((counts - expected) ** 2)[expected > 0] / expected[expected > 0]).sum())
 
 
 @pytest.mark.parametrize("V", [1, 7, 1000, pytest.param(20_003, marks=pytest.mark.thorough)])
@@ -82,14 +82,17 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     {"order": "rwkv", "top_p": 0.9, "temperature": 0.7}, {"order": "rwkv", "temperature": 0.6},
     {"order": "rwkv", "top_k": 10, "top_p": 0.9, "temperature": 1.3}], ids=str)
 def test_a_draw_lies_where_its_random_number_does(draw: Draw | None, options: dict[str, Any], V: int) -> None:
-    """In the cumulative probabilities of PyTorch, of which float32's last bits move each by up to 1e-5. Rows lie apart."""
+    """The random number lies in the token's part of PyTorch's cumulative probabilities.
+
+    Rounding in float32 moves each bound by up to 1e-5. The rows of the logits lie apart in memory.
+    """
     sampling, rows = Sampling(**PLAIN | options), 48
     logits = torch.randn(rows, V + 3, generator=torch.Generator().manual_seed(V))[:, :V] * 3
     uniform = torch.rand(rows, generator=torch.Generator().manual_seed(V), dtype=torch.float64)
-    drawn = next_tokens(logits, uniform, sampling, draw=draw)
+    tokens = next_tokens(logits, uniform, sampling, draw=draw)
     ids, probabilities = distribution(adjust_logits(logits, sampling, None), sampling)
     after = probabilities.double().cumsum(-1)
-    place = (drawn.unsqueeze(-1) == (torch.arange(V) if ids is None else ids)).int().argmax(-1, keepdim=True)
+    place = (tokens.unsqueeze(-1) == (torch.arange(V) if ids is None else ids)).int().argmax(-1, keepdim=True)
     end, begin = after.gather(-1, place).squeeze(-1), (after - probabilities).gather(-1, place).squeeze(-1)
     assert (begin - 1e-5 <= uniform).all()
     assert (uniform <= end + 1e-5).all()
@@ -106,7 +109,10 @@ TEMPERATURES = st.sampled_from([1e-30, 1e-6, 0.5, 1.0, 100.0, 1e6, 1e30])
 def test_a_draw_is_that_of_float64_also_of_equal_tokens(draw: Draw | None, values: list[float], temperature: float, top_k: int,
                                                         top_p: float, min_p: float, order: str, biases: dict[int, float],
                                                         ban: bool) -> None:
-    """At any temperature, where weights of different logits may be equal; but for numbers within rounding of a bound."""
+    """Draws are compared at any temperature, where weights of different logits may be equal.
+
+    A case within rounding of a bound is left out.
+    """
     options = Sampling(temperature, top_k, top_p, min_p, logit_bias=biases, banned=(0,) if ban else (), order=order)
     biased = np.array(values, dtype=np.float32)
     for token, bias in biases.items():
@@ -115,15 +121,15 @@ def test_a_draw_is_that_of_float64_also_of_equal_tokens(draw: Draw | None, value
     if biased.max() == -math.inf:
         return
     shifted = biased.astype(float) - biased.max()
-    wanted, *near = (exact(shifted, replace(options, top_p=min(1.0, top_p + p), min_p=min(1.0, max(0.0, min_p + p))))
-                     for p in (0, -1e-6 * top_p, 1e-6))
-    if not all(np.allclose(wanted, each, atol=1e-4) for each in near):
+    expected, *near = (exact(shifted, replace(options, top_p=min(1.0, top_p + p), min_p=min(1.0, max(0.0, min_p + p))))
+                       for p in (0, -1e-6 * top_p, 1e-6))
+    if not all(np.allclose(expected, each, atol=1e-4) for each in near):
         return
     ranked = np.argsort(-shifted, kind="stable") if 0 < top_k < len(values) or top_p < 1 else np.arange(len(values))
-    ends = wanted[ranked].cumsum()
-    uniform = (ends + np.concatenate(([0], ends[:-1])))[wanted[ranked] > 1e-3] / 2
-    drawn = next_tokens(torch.tensor(values).expand(len(uniform), -1), torch.tensor(uniform), options, draw=draw)
-    assert drawn.tolist() == ranked[wanted[ranked] > 1e-3].tolist()
+    ends = expected[ranked].cumsum()
+    uniform = (ends + np.concatenate(([0], ends[:-1])))[expected[ranked] > 1e-3] / 2
+    tokens = next_tokens(torch.tensor(values).expand(len(uniform), -1), torch.tensor(uniform), options, draw=draw)
+    assert tokens.tolist() == ranked[expected[ranked] > 1e-3].tolist()
 
 
 @pytest.mark.parametrize(("V", "options", "expected"), [
@@ -134,18 +140,18 @@ def test_a_draw_is_that_of_float64_also_of_equal_tokens(draw: Draw | None, value
     (8, {"top_p": 0.5, "order": "rwkv", "temperature": 2.0}, {0, 1, 2, 3}),
     (8, {"top_p": 0.25, "top_k": 7, "order": "rwkv"}, {0, 1}),
     (4, {"top_k": 2}, {0, 1}),
-    (300, {"top_k": 2}, {0, 1}),         # where C looks for the second largest logit before it collects tokens
+    (300, {"top_k": 2}, {0, 1}),         # C looks for the second largest logit before it collects tokens
     (300, {"top_k": 2, "order": "rwkv"}, {0, 1}),
     (3, {"min_p": 1.0}, {0, 1, 2}),
 ], ids=str)
 def test_of_equal_tokens_at_a_filters_bound_the_lower_ids_stay(draw: Draw | None, V: int, options: dict[str, Any],
                                                                expected: set[int]) -> None:
     """top_p drops a token if those before it sum to exactly top_p, as transformers does."""
-    assert {*draws(draw, torch.zeros(V), 64, **options).tolist()} == expected
+    assert {*draw_tokens(draw, torch.zeros(V), 64, **options).tolist()} == expected
 
 
 def penalties_of(options: Sampling, prompt: list[int], text: list[int]) -> Penalties:
-    """After a text; no_penalty holds ids alone."""
+    """Returns the penalties of a row after `text`. Strings in no_penalty are ignored."""
     penalties = Penalties(options, prompt, [token for token in options.no_penalty if isinstance(token, int)])
     for token in text:
         penalties.add(token)
@@ -154,25 +160,25 @@ def penalties_of(options: Sampling, prompt: list[int], text: list[int]) -> Penal
 
 @pytest.mark.parametrize("name", OTHER_OPTIONS)
 def test_each_option_changes_what_is_drawn_as_in_pytorch(draw: Draw | None, name: str) -> None:
-    """Those that act on penalties: where there are some."""
+    """Options that change penalties are tried beside other penalties."""
     rows = 100
     logits = torch.randn(rows, 12, generator=torch.Generator().manual_seed(0)) * 2
     uniform = torch.rand(rows, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     without = {"presence_penalty": 1.0, "frequency_penalty": 0.7} if name in ("penalty_decay", "no_penalty") else {}
 
-    def drawn(draw: Draw | None, **more: Any) -> Tensor:
+    def draw_rows(draw: Draw | None, **more: Any) -> Tensor:
         options = Sampling(**without | more)
         penalties = [penalties_of(options, [0, 1], [2, 3, 3]) for _ in range(rows)] if options.has_penalties else None
         return next_tokens(logits, uniform, options, penalties, draw)
 
     chosen = {name: OTHER_OPTIONS[name]}
-    assert torch.equal(drawn(draw, **chosen), drawn(None, **chosen))
-    assert not torch.equal(drawn(draw, **chosen), drawn(draw))
+    assert torch.equal(draw_rows(draw, **chosen), draw_rows(None, **chosen))
+    assert not torch.equal(draw_rows(draw, **chosen), draw_rows(draw))
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_a_banned_token_may_have_any_logit(draw: Draw | None, wrong: float) -> None:
-    assert set(draws(draw, torch.tensor([0.0, wrong, 0.0]), 50, banned=(1,)).tolist()) == {0, 2}
+    assert set(draw_tokens(draw, torch.tensor([0.0, wrong, 0.0]), 50, banned=(1,)).tolist()) == {0, 2}
 
 
 def test_temperature_zero_takes_the_most_likely(draw: Draw | None) -> None:
@@ -182,7 +188,10 @@ def test_temperature_zero_takes_the_most_likely(draw: Draw | None) -> None:
 
 
 def test_hugging_face_tempers_first_chatrwkv_last(draw: Draw | None) -> None:
-    """At temperature 0.5 token 1 has 0.53 of the mass; of the two most likely it has 0.57: both cover a top_p of 0.5."""
+    """At temperature 0.5, token 1 has 0.53 of the mass, and among the two most likely tokens it has 0.57.
+
+    Both cover a top_p of 0.5.
+    """
     assert support(draw, top_p=0.5) == {1, 3}
     assert support(draw, top_p=0.5, temperature=0.5) == {1}
     assert support(draw, top_p=0.5, top_k=2) == {1}
@@ -192,30 +201,30 @@ def test_hugging_face_tempers_first_chatrwkv_last(draw: Draw | None) -> None:
 
 @given(st.integers(1, 3 * SHORTLIST), st.floats(0.05, 20), st.integers(0, 400), st.floats(0.01, 1.0), st.floats(0, 1),
        st.sampled_from(["hf", "rwkv"]), st.integers(0, 5))
-def test_the_distribution_is_the_stated_one(V: int, temperature: float, top_k: int, top_p: float, min_p: float, order: str,
-                                            seed: int) -> None:
-    """Whatever the shortlist holds; where a bound falls within rounding of a token's, that token may go either way."""
+def test_the_distribution_is_that_of_float64(V: int, temperature: float, top_k: int, top_p: float, min_p: float, order: str,
+                                             seed: int) -> None:
+    """The shortlist may hold any number of tokens. A token within rounding of a bound may be kept or dropped."""
     logits = np.random.default_rng(seed).normal(0, 2, V)
     options = Sampling(temperature, top_k, top_p, min_p, order=order)
-    ids, kept = distribution(adjust_logits(torch.tensor(logits)[None], options, None), options)
-    found = np.zeros(V)
-    found[slice(None) if ids is None else ids[0].numpy()] = kept[0].numpy()
-    wanted, near = exact(logits, options), [exact(logits, Sampling(temperature, top_k, min(1, max(1e-9, top_p + p)),
+    ids, probabilities = distribution(adjust_logits(torch.tensor(logits)[None], options, None), options)
+    actual = np.zeros(V)
+    actual[slice(None) if ids is None else ids[0].numpy()] = probabilities[0].numpy()
+    expected, near = exact(logits, options), [exact(logits, Sampling(temperature, top_k, min(1, max(1e-9, top_p + p)),
                     min(1, max(0, min_p + m)), order=order)) for p in (-1e-5, 1e-5) for m in (-1e-5, 1e-5)]
-    assert min(np.abs(found - each).max() for each in (wanted, *near)) < 1e-5
+    assert min(np.abs(actual - each).max() for each in (expected, *near)) < 1e-5
 
 
 def test_banned_tokens_never_come_and_biased_ones_more_often(draw: Draw | None) -> None:
     assert support(draw, banned=(1, 3)) == {0, 2}
     assert support(draw, temperature=0, logit_bias={0: 5.0}) == {0}
-    assert support(draw, logit_bias={1: -100, 2: -100}) == {0, 3}              # integer biases
-    counts = np.bincount(draws(draw, torch.tensor(PROBABILITIES).log(), logit_bias={0: math.log(4)}), minlength=4)
+    assert support(draw, logit_bias={1: -100, 2: -100}) == {0, 3}              # the biases are integers
+    counts = np.bincount(draw_tokens(draw, torch.tensor(PROBABILITIES).log(), logit_bias={0: math.log(4)}), minlength=4)
     assert chi_square(counts, np.array([0.4, 0.4, 0.2, 0.3]) / 1.3) < 16.3
 
 
 @pytest.mark.parametrize("V", [4, 257, 1000])
 def test_a_bias_leaves_the_logits_as_they_are(draw: Draw | None, V: int) -> None:
-    """Also of a token that is biased and banned, and where rows are parts of longer ones."""
+    """One token is biased and banned, and the rows are parts of longer rows."""
     memory = torch.randn(3, V + 100, generator=torch.Generator().manual_seed(0))
     before, logits = memory.clone(), memory[:, 50:50 + V]
     options = Sampling(top_k=40, logit_bias={0: 30, 1: 2.5}, banned=(0, 2))
@@ -225,33 +234,33 @@ def test_a_bias_leaves_the_logits_as_they_are(draw: Draw | None, V: int) -> None
 
 
 def test_penalties_by_their_definitions() -> None:
-    """Token 0 in the prompt alone, token 1 twice in the text, token 2 once in the text, token 3 never."""
+    """Token 0 is in the prompt alone, token 1 is twice in the text, token 2 is once in the text, and token 3 is nowhere."""
     logits = torch.tensor([[2.0, 3.0, -1.0, 4.0]])
 
-    def after(**given: Any) -> list[float]:
-        options = Sampling(**given)
+    def after(**fields: Any) -> list[float]:
+        options = Sampling(**fields)
         values = adjust_logits(logits, options, [penalties_of(options, [0], [1, 2, 1])])[0]
         return [round(float(value), 5) for value in values]
 
     assert after(repetition_penalty=2.0) == [1.0, 1.5, -2.0, 4.0]
     assert after(presence_penalty=0.5) == [2.0, 2.5, -1.5, 4.0]
     assert after(frequency_penalty=0.5) == [2.0, 2.0, -1.5, 4.0]
-    assert after(frequency_penalty=0.5, penalty_decay=0.5) == [2.0, 2.375, -1.25, 4.0]      # counts 1.25 and 0.5
+    assert after(frequency_penalty=0.5, penalty_decay=0.5) == [2.0, 2.375, -1.25, 4.0]      # the counts are 1.25 and 0.5
     assert after(frequency_penalty=0.5, penalty_decay=0) == [2.0, 2.5, -1.0, 4.0]           # the last token alone counts
-    assert after(presence_penalty=0.5, penalty_decay=0) == [2.0, 2.5, -1.5, 4.0]            # does not fade
+    assert after(presence_penalty=0.5, penalty_decay=0) == [2.0, 2.5, -1.5, 4.0]            # presence does not fade
     assert after(frequency_penalty=0.5, no_penalty=(1,)) == [2.0, 3.0, -1.5, 4.0]
     assert after(repetition_penalty=2.0, presence_penalty=0.5, no_penalty=(0, 1)) == [2.0, 3.0, -2.5, 4.0]
 
 
 def test_a_token_seen_long_ago_still_has_its_presence() -> None:
-    """When its count is so small that it is 0 in float64."""
+    """The token's count is so small that it is 0 in float64."""
     options = Sampling(presence_penalty=1.0, frequency_penalty=1.0, penalty_decay=0.5)
     penalties = penalties_of(options, [], [0, *[1] * 2000])
     assert adjust_logits(torch.zeros(1, 3), options, [penalties]).tolist() == [[-1.0, -3.0, 0.0]]
 
 
 def test_bfloat16_logits_are_drawn_in_float32(draw: Draw | None) -> None:
-    assert set(draws(draw, torch.zeros(300, dtype=torch.bfloat16), n=30_000).tolist()) == set(range(300))
+    assert set(draw_tokens(draw, torch.zeros(300, dtype=torch.bfloat16), n=30_000).tolist()) == set(range(300))
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -263,7 +272,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("logits", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
 def test_logits_that_are_not_finite_are_one_sentence(draw: Draw | None, logits: list[float]) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  which is not an error of the user's
+    with pytest.raises(ValueError):  # noqa: PT011  this is not an error of the user's
         next_tokens(torch.tensor([logits]), torch.zeros(1), Sampling(), draw=draw)
 
 
@@ -294,7 +303,7 @@ def test_ids_outside_the_vocabulary_are_one_sentence() -> None:
 
 @pytest.mark.parametrize("N", [1, 511, 512, 513, 2000])
 def test_a_draw_is_where_the_cumulative_sum_exceeds_the_number(N: int) -> None:
-    """At both ends of [0, 1) too, and never a token of probability 0."""
+    """The ends of [0, 1) are tried, too, and no token of probability 0 is drawn."""
     probabilities = torch.rand(40, N, generator=torch.Generator().manual_seed(0))
     probabilities[:, 1::2] = 0
     uniform = torch.rand(40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

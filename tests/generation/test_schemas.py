@@ -1,4 +1,4 @@
-"""Schemas: each beginning of a text has an end, every finished text is valid, and what cannot be enforced is refused."""
+"""Tests of JSON schemas: each beginning of a text has an end, finished texts are valid, and the unenforceable is refused."""
 
 import json
 import math
@@ -25,7 +25,7 @@ ENDLESS = {"n": {**OBJECT, "properties": {"n": {"$ref": "#/$defs/n"}}, "required
 LIST = {"l": {"anyOf": [{**CLOSED, "properties": {"v": {"type": "boolean"}, "next": {"$ref": "#/$defs/l"}},
                          "required": ["v", "next"]}, {"type": "null"}]}}
 
-# Schema, texts that it allows, texts that it does not allow
+# A case has a schema, texts that it allows, and texts that it does not allow
 ENFORCED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "patterns over declared keys": (
         {**CLOSED, "properties": {"a": {}}, "required": ["a"], "patternProperties": {"^a$": INTEGER}},
@@ -95,7 +95,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 def allows(grammar: Grammar, text: str) -> bool:
-    """Whether the grammar allows the text as a prefix; a complete JSON text must also be allowed to end."""
+    """Returns True if the grammar allows the text as a prefix, and a further token or the end after the text."""
     matcher = matcher_of(grammar, BYTES)
     for byte in text.encode():
         mask = matcher.allowed()
@@ -129,7 +129,10 @@ def test_what_is_allowed(name: str) -> None:
 
 
 def walk(grammar: Grammar, seed: int, most: int = 500) -> bytes | None:
-    """A text of random bytes; None where it has not ended after `most`. It closes what is open after 80."""
+    """Returns a text of random bytes, or None if the text has not ended after `most` bytes.
+
+    After 80 bytes, the bytes that close what is open are preferred.
+    """
     matcher = matcher_of(grammar, BYTES)
     draw = random.Random(seed)
     written = b""

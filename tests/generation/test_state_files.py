@@ -1,4 +1,4 @@
-"""Saved states: a file gives back what was saved, for its own model and tokenizer only."""
+"""Tests of saved states: a file gives back what was saved, for its own model and tokenizer only."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ BYTES = ByteTokenizer()
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def state_file(tmp_path: Path) -> Path:
     model = small_model(vocab_size=256)
     save_context(tmp_path / "state.safetensors", prefill(model, torch.tensor([[1, 2, 3]])), model, BYTES)
     return tmp_path / "state.safetensors"
@@ -26,13 +26,13 @@ def saved(tmp_path: Path) -> Path:
 
 @each_generation
 def test_a_context_comes_back_to_the_bit(tmp_path: Path, generation: str) -> None:
-    model, saved = small_model(vocab_size=256, generation=generation), tmp_path / "state.safetensors"
+    model, state_file = small_model(vocab_size=256, generation=generation), tmp_path / "state.safetensors"
     expected = prefill(model, torch.tensor([[1, 2, 3]]))
-    save_context(saved, expected, model, BYTES)
-    found = load_context(saved, model, BYTES)
-    assert torch.equal(found.logits, expected.logits)
-    assert all(map(torch.equal, found.state, expected.state))
-    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+    save_context(state_file, expected, model, BYTES)
+    actual = load_context(state_file, model, BYTES)
+    assert torch.equal(actual.logits, expected.logits)
+    assert all(map(torch.equal, actual.state, expected.state))
+    assert [path.name for path in state_file.parent.iterdir()] == [state_file.name]
 
 
 @each_generation
@@ -50,22 +50,22 @@ def test_the_hash_is_of_the_weights_whatever_their_dtype(generation: str) -> Non
     assert model.fingerprint() != whole
 
 
-def test_a_file_of_another_model_or_tokenizer_is_refused(saved: Path) -> None:
+def test_a_file_of_another_model_or_tokenizer_is_refused(state_file: Path) -> None:
     with pytest.raises(ValueError, match=r"safetensors .*\bmodel\b"):
-        load_context(saved, small_model(vocab_size=256, seed=1), BYTES)
+        load_context(state_file, small_model(vocab_size=256, seed=1), BYTES)
     with pytest.raises(ValueError, match=r"safetensors .*\btokenizer\b"):
-        load_context(saved, small_model(vocab_size=256), CharTokenizer("abc"))
+        load_context(state_file, small_model(vocab_size=256), CharTokenizer("abc"))
 
 
-def test_a_missing_or_damaged_file_is_one_sentence(saved: Path) -> None:
+def test_a_missing_or_damaged_file_is_one_sentence(state_file: Path) -> None:
     model = small_model(vocab_size=256)
-    whole = saved.read_bytes()
+    whole = state_file.read_bytes()
     with pytest.raises(UserError):
-        load_context(saved.with_name("none"), model, BYTES)
+        load_context(state_file.with_name("none"), model, BYTES)
     for damaged in (b"", whole[:100], whole[:-10], b"\0" * 100):
-        saved.write_bytes(damaged)
+        state_file.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"state\.safetensors"):
-            load_context(saved, model, BYTES)
+            load_context(state_file, model, BYTES)
 
 
 @pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
@@ -78,11 +78,11 @@ def test_weights_are_no_state_and_the_error_names_their_option(name: str, tmp_pa
 
 @each_generation
 def test_a_file_that_has_changed_is_refused(tmp_path: Path, generation: str) -> None:
-    """Its form is whole, and each of its numbers is one that a state can have: only the checksum tells."""
+    """The file is complete and each of its numbers is possible in a state, so only the checksum tells."""
     model = small_model(vocab_size=256, generation=generation)
-    saved = tmp_path / "state.safetensors"
-    save_context(saved, prefill(model, torch.tensor([[1, 2, 3]]))._replace(last_ids=(1, 2, 3)), model, BYTES)
-    whole = saved.read_bytes()
+    state_file = tmp_path / "state.safetensors"
+    save_context(state_file, prefill(model, torch.tensor([[1, 2, 3]]))._replace(last_ids=(1, 2, 3)), model, BYTES)
+    whole = state_file.read_bytes()
     tensors = load(whole)
     metadata = metadata_of(whole)
     half = len(whole) // 2
@@ -98,15 +98,15 @@ def test_a_file_that_has_changed_is_refused(tmp_path: Path, generation: str) -> 
         "further metadata": save(tensors, {**metadata, "timemix-serve": "{}"}),
         "another checksum": save(tensors, {**metadata, CHECKSUM: "0" * 64})}
     for what, content in changed.items():
-        saved.write_bytes(content)
+        state_file.write_bytes(content)
         with pytest.raises(UserError, match=r"state\.safetensors has changed"):
-            load_context(saved, model, BYTES)
+            load_context(state_file, model, BYTES)
         assert content != whole, what
 
 
-def test_a_file_without_a_checksum_is_refused(saved: Path) -> None:
-    metadata = metadata_of(saved.read_bytes())
+def test_a_file_without_a_checksum_is_refused(state_file: Path) -> None:
+    metadata = metadata_of(state_file.read_bytes())
     del metadata[CHECKSUM]
-    saved.write_bytes(save(load(saved.read_bytes()), metadata))
+    state_file.write_bytes(save(load(state_file.read_bytes()), metadata))
     with pytest.raises(UserError, match="checksum"):
-        load_context(saved, small_model(vocab_size=256), BYTES)
+        load_context(state_file, small_model(vocab_size=256), BYTES)

@@ -1,4 +1,4 @@
-"""Stop strings: the text up to the one that is complete first, however the text is cut into pieces."""
+"""Tests of stop strings: a text ends before the first complete stop string, however the text is cut into pieces."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,20 +9,23 @@ TEXTS = st.text("abc", max_size=30)
 
 
 def show(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
-    stopping, shown = StopStrings(stops), ""
+    stopping, text = StopStrings(stops), ""
     for piece in pieces:
-        shown += stopping.push(piece)
+        text += stopping.push(piece)
         if stopping.matched is not None:
-            return shown, stopping.matched
-    return shown + stopping.flush(), None
+            return text, stopping.matched
+    return text + stopping.flush(), None
 
 
 def first_complete(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Letter by letter: the first end of the text so far that is a stop string, the longest of them."""
+    """Reads letter by letter until the text so far ends with a stop string, and chooses the longest such string.
+
+    Returns the text before the stop string, and the stop string.
+    """
     for end in range(len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            longest = max(found, key=len)
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            longest = max(matches, key=len)
             return text[:end - len(longest)], longest
     return text, None
 

@@ -1,4 +1,4 @@
-"""A server with a small model in a process of its own, one for all tests here, and others for tests that end theirs."""
+"""Fixtures for the tests of the server: clients, shared servers with a small model, and servers that one test starts itself."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="package", autouse=True)
 def _no_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """httpx would read all authorities' certificates for each request, for 70 ms; all here is this machine's own."""
+    """Gives httpx an empty folder of certificates.
+
+    Reading the system's certificates takes 70 ms per request, and no test here needs them, because all connections stay on this
+    machine.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("certificates")))
@@ -34,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(checkpoint: Path) -> RWKV:
-    """That of the server, in this process."""
+    """Returns the server's model, loaded in this process."""
     return RWKV.from_pretrained(checkpoint, "reference")
 
 
@@ -47,14 +51,14 @@ def server(checkpoint: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def g1(checkpoint: Path) -> Iterator[Running]:
-    """A server whose chat template shows tools and has thoughts."""
+    """Yields a server whose chat template g1 supports tools and thoughts."""
     with serving(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", "template=g1", "max_rows=8") as running:
         yield running
 
 
 @pytest.fixture
 def start(checkpoint: Path) -> Iterator[Callable[..., Running]]:
-    """start("option=value", ...) -> a server of the test's own."""
+    """Yields start("option=value", ...), which starts a server for this test alone."""
     started: list[Running] = []
 
     def begin(*options: str) -> Running:
@@ -68,21 +72,21 @@ def start(checkpoint: Path) -> Iterator[Callable[..., Running]]:
 
 @pytest.fixture(scope="session")
 def client(server: Running) -> Iterator["openai.OpenAI"]:
-    with client_of(server) as made:
-        yield made
+    with client_of(server) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
 def tool_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
-    """Of a server whose model writes the rows of test_tools.py."""
+    """Yields a client of a server whose model writes the rows of test_tools.py."""
     from test_tools import ROWS, TEMPLATE
 
     folder = tmp_path_factory.mktemp("tools")
     model, tokenizer = writing(*([piece.encode() for piece in row] for row in ROWS))
     model.save_pretrained(folder / "tiny.safetensors", tokenizer)
     (folder / "template.jinja").write_text(TEMPLATE)
-    with serving(folder, "checkpoint=tiny.safetensors", "template=template.jinja") as server, client_of(server) as made:
-        yield made
+    with serving(folder, "checkpoint=tiny.safetensors", "template=template.jinja") as server, client_of(server) as client:
+        yield client
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def api(server: Running) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def idle(server: Running) -> Iterator[None]:
-    """Before and after the test nothing is generated."""
+    """Waits before and after the test until the server generates nothing."""
     wait_until(lambda: server.running_texts() == 0)
     yield
     wait_until(lambda: server.running_texts() == 0)

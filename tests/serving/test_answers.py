@@ -1,4 +1,4 @@
-"""Answers as items, messages and chunks: the cuts of the events make no difference."""
+"""Tests that an answer's items, message and chunks do not depend on where its events are cut."""
 
 from random import Random
 from typing import Any
@@ -19,12 +19,12 @@ def test_items_and_contents_are_the_same_whole_and_in_pieces() -> None:
     """Each text has the log-probabilities of its own tokens."""
     for seed in range(150):
         random = Random(seed)
-        written = "".join(random.choice(PIECES) for _ in range(random.randint(1, 6))).encode()
+        remaining = "".join(random.choice(PIECES) for _ in range(random.randint(1, 6))).encode()
         tokens = []
-        while written:
+        while remaining:
             length = random.choice((1, 2, 3, 5, 8, 12))
-            tokens.append(written[:length])
-            written = written[length:]
+            tokens.append(remaining[:length])
+            remaining = remaining[length:]
         n = len(tokens)
         expected = items_and_content(tokens, [n])
         assert items_and_content(tokens, range(1, n + 1)) == expected, seed
@@ -32,9 +32,10 @@ def test_items_and_contents_are_the_same_whole_and_in_pieces() -> None:
 
 
 def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
-    """The items, with the tokens of each text, and the content of a message, which a stream's chunks add up to.
+    """Returns the output items, with the tokens of each text, and the content of the message.
 
-    cuts: numbers of tokens after which an event ends.
+    Asserts that the chunks of a stream add up to the same content. `cuts` lists the numbers of tokens after which an event
+    ends.
     """
     vocabulary = world_vocabulary(sorted({token for token in tokens if len(token) > 1}))
     tokenizer = WorldTokenizer(vocabulary.to_text())
@@ -43,7 +44,7 @@ def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
                 for token, name in zip(ids, tokenizer.names(ids), strict=True)]
     shape = ResponseSpec("chatcmpl", "m", False, True, [""], 1, tokenizer, functions=["f"], thinks=True)
     whole, streamed, parsed = (_Choice(shape, 0, []) for _ in range(3))
-    output, decoder, shown = Output(), tokenizer.decoder(()), tokenizer.decoder(())
+    output, decoder, entry_decoder = Output(), tokenizer.decoder(()), tokenizer.decoder(())
     chunks = ""
     entries: list[Any] = []
     begin = 0
@@ -61,7 +62,7 @@ def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
             list(output.add_text("reasoning", thoughts, []))
         for part in parts:
             list(output.add_call(part.call) if part.call else
-                 output.add_text("message", part.text, [chat_entry(entry, shown) for entry in part.logprobs]))
+                 output.add_text("message", part.text, [chat_entry(entry, entry_decoder) for entry in part.logprobs]))
     items = [item["name"] if item["type"] == "function_call" else
              (item["type"], item["content"][0]["text"], [entry["token"] for entry in item["content"][0].get("logprobs", [])])
              for item in output.items]

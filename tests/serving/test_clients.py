@@ -1,7 +1,7 @@
-"""The bodies that clients of OpenAI's interface send: each field, and what becomes of it here.
+"""Tests of the bodies that clients of OpenAI's interface send: each field is used, ignored or refused.
 
-The fields are those of the official client, and what LangChain, LiteLLM, Continue, Open WebUI, aider, Cline, Vercel's AI SDK
-and vLLM's clients send beside them.
+The fields are those of the official client, and those that LangChain, LiteLLM, Continue, Open WebUI, aider, Cline, Vercel's AI
+SDK and vLLM's clients send besides.
 """
 
 import re
@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 from serving_runs import Running
-from test_limits import refused
+from test_limits import check_error
 
 from rwkv.chat.interface import END
 from rwkv.chat.turn_templates import chat_template
@@ -32,7 +32,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "seed"
 COMPLETION = {"prompt": "hi", "max_tokens": 8, "seed": 1}
 TEXT = {"type": "text", "text": "hi"}
 
-# accepted, and without effect
+# the server accepts these fields, and they have no effect
 IGNORED: list[dict[str, Any]] = [
     {"user": "u"}, {"metadata": {"a": "b"}}, {"store": True}, {"service_tier": "auto"}, {"safety_identifier": "s"},
     {"prompt_cache_key": "k"}, {"prompt_cache_retention": "24h"}, {"prompt_cache_options": {"mode": "implicit"}}]
@@ -46,7 +46,7 @@ DEFAULTS: list[dict[str, Any]] = [
     {"n": 1}, {"logit_bias": {}}, {"stop": []}, {"temperature": 1}, {"top_p": 1}, {"presence_penalty": 0},
     {"frequency_penalty": 0}, {"top_k": 0}, {"min_p": 0}, {"repetition_penalty": 1}, {"stream": False}]
 
-# refused, with the field's name
+# the server refuses these fields and names them
 NOT_HERE: list[tuple[str, Any]] = [
     ("functions", [{"name": "add"}]), ("function_call", "auto"), ("audio", {"voice": "ash", "format": "wav"}),
     ("modalities", ["text", "audio"]), ("web_search_options", {}), ("moderation", {"model": "omni-moderation-latest"}),
@@ -59,7 +59,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("temperature", 2.01), ("top_p", -0.01), ("presence_penalty", 2.01), ("frequency_penalty", -2.01), ("n", 0),
     ("stop", list("abcde")), ("top_logprobs", 21), ("top_logprobs", -1), ("max_completion_tokens", -1)]
 
-# messages in the place of {"role": "assistant", "content": "hello"}, and the content that they come to
+# the server answers each of these messages like {"role": "assistant", "content": "hello"}
 SAME: list[dict[str, Any]] = [
     {"role": "assistant", "content": [{"type": "text", "text": "hello"}]},
     {"role": "assistant", "content": [{"type": "refusal", "refusal": "hello"}]},
@@ -109,11 +109,11 @@ def test_every_optional_field_may_be_null(api: httpx.Client) -> None:
     from openai.types import completion_create_params as completions
     from openai.types.chat import completion_create_params as chats
 
-    kept = {"messages", "prompt", "max_tokens", "seed"}
-    for name in {*chats.CompletionCreateParamsBase.__annotations__, "stream", "top_k", "enable_thinking"} - kept:
+    excluded = {"messages", "prompt", "max_tokens", "seed"}
+    for name in {*chats.CompletionCreateParamsBase.__annotations__, "stream", "top_k", "enable_thinking"} - excluded:
         chat(api, **{name: None})
     chat(api, seed=None)
-    for name in {*completions.CompletionCreateParamsBase.__annotations__, "stream"} - kept:
+    for name in {*completions.CompletionCreateParamsBase.__annotations__, "stream"} - excluded:
         completion(api, **{name: None})
     completion(api, seed=None)
 
@@ -138,7 +138,7 @@ def test_null_inside_a_field_is_no_value(api: httpx.Client, fields: dict[str, An
     assert api.post("/chat/completions", json={**CHAT, **fields}).status_code == 200
 
 
-def test_minus_one_is_no_value_of_one_s_own(api: httpx.Client) -> None:
+def test_minus_one_means_no_value(api: httpx.Client) -> None:
     answers = {chat(api, seed=-1, max_tokens=40) for _ in range(3)}
     assert len(answers) > 1, "each time another seed"
     for seed in (-2, -2**63, 2**63 - 1):
@@ -153,14 +153,15 @@ def test_minus_one_is_no_value_of_one_s_own(api: httpx.Client) -> None:
     ("n", "1", "integer"), ("logprobs", "true", "boolean"), ("top_p", True, "number"), ("stop", 3, "string")])
 def test_a_value_of_another_type_is_refused_in_words(api: httpx.Client, field: str, value: Any, words: str) -> None:
     answer = api.post("/chat/completions", json={**CHAT, field: value})
-    refused(answer, field)
+    check_error(answer, field)
     message = answer.json()["error"]["message"]
     assert message.startswith(f"{field}: ")
     assert words in message
     assert not re.search(r"`|\b(int|str|bool|float|None)\b", message)
 
 
-FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [           # rwkv-rs' names, and ours, on a server with the template g1
+# rwkv-rs's options and ours mean the same on a server with the template g1
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rwkv_prompt_template": "assistant"}, {}), ({"rwkv_prompt_template": "function_calling"}, {}),
     ({"rwkv_generation_prompt": "no_think"}, {"think": False}), ({"rwkv_generation_prompt": "fake_think"}, {"think": "fake"}),
     ({"rwkv_generation_prompt": "open_think"}, {"think": True}), ({"thinking": True}, {"enable_thinking": True}),
@@ -186,7 +187,7 @@ def test_options_of_another_server_s_templates_are_those_of_ours(g1: Running) ->
         == "chat_template_kwargs.enable_thinking"
 
 
-def deep(depth: int) -> Any:
+def nested_value(depth: int) -> Any:
     value: Any = {}
     for _ in range(depth):
         value = {"a": [value]}
@@ -196,8 +197,8 @@ def deep(depth: int) -> Any:
 @pytest.mark.parametrize(("path", "field", "value"), [
     ("chat/completions", "tools", [{"type": "function", "function": {"name": "f\n"}}]),
     *(("chat/completions", "tools", [{"type": "function", "function": {"name": "f", "parameters": {"properties": value}}}])
-      for value in (3, 1.5, [], "x", [deep(3)])),
-    ("chat/completions", "tools", [{"type": "function", "function": {"name": "f", "parameters": deep(400)}}]),
+      for value in (3, 1.5, [], "x", [nested_value(3)])),
+    ("chat/completions", "tools", [{"type": "function", "function": {"name": "f", "parameters": nested_value(400)}}]),
     ("chat/completions", "messages", [{"role": "user", "content": [{"type": []}]}]),
     ("chat/completions", "messages", [{"role": "user", "content": [{"type": {"a": 1}, "text": "x"}]}]),
     ("responses", "input", [{"role": "user", "content": [{"type": []}]}]),
@@ -205,7 +206,7 @@ def deep(depth: int) -> Any:
     ("responses", "input", [{"type": ["message"], "role": "user", "content": "x"}])], ids=lambda each: str(each)[:60])
 def test_values_of_another_form_are_refused_wherever_they_stand(g1: Running, path: str, field: str, value: Any) -> None:
     body = CHAT if "chat" in path else {"input": "a", "max_output_tokens": 1}
-    refused(httpx.post(f"{g1.url}/v1/{path}", json={**body, field: value}))
+    check_error(httpx.post(f"{g1.url}/v1/{path}", json={**body, field: value}))
 
 
 def test_another_server_s_options_on_a_server_without_thoughts(api: httpx.Client) -> None:
@@ -216,11 +217,11 @@ def test_another_server_s_options_on_a_server_without_thoughts(api: httpx.Client
     assert chat(api, chat_template_kwargs={"rwkv_prompt_template": "assistant"}) == chat(api)
     tools = [{"type": "function", "function": {"name": "f"}}]
     chat(api, tools=tools, chat_template_kwargs={"rwkv_prompt_template": "function_calling"})
-    refused(api.post("/chat/completions", json={**CHAT, "chat_template_kwargs": {"rwkv_generation_prompt": "open_think"}}),
-            "chat_template_kwargs.rwkv_generation_prompt")
+    check_error(api.post("/chat/completions", json={**CHAT, "chat_template_kwargs": {"rwkv_generation_prompt": "open_think"}}),
+                "chat_template_kwargs.rwkv_generation_prompt")
 
 
-def test_slashes_too_many_change_no_address(server: Running) -> None:
+def test_extra_slashes_change_no_address(server: Running) -> None:
     for path in ("/v1/chat/completions/", "/v1//chat/completions", "//v1/chat/completions//"):
         answer = httpx.post(server.url + path, json=CHAT)
         assert (answer.status_code, answer.history) == (200, []), path
@@ -231,7 +232,7 @@ def test_slashes_too_many_change_no_address(server: Running) -> None:
 @pytest.mark.parametrize(("field", "value"), NOT_HERE + OUT_OF_RANGE, ids=lambda each: str(each)[:40])
 def test_what_a_chat_cannot_have_is_named(api: httpx.Client, field: str, value: Any) -> None:
     answer = api.post("/chat/completions", json={**CHAT, "logprobs": True, field: value})
-    refused(answer, field)
+    check_error(answer, field)
     assert answer.status_code == 400
     assert field in answer.json()["error"]["message"]
 
@@ -256,5 +257,5 @@ def test_messages_that_say_the_same_are_answered_alike(api: httpx.Client) -> Non
 @pytest.mark.parametrize(("message", "param"), WRONG_MESSAGES, ids=lambda each: str(each)[:60])
 def test_messages_that_cannot_be_read_are_named(api: httpx.Client, message: dict[str, Any], param: str) -> None:
     answer = talk(api, message)
-    refused(answer, param)
+    check_error(answer, param)
     assert answer.status_code == 400

@@ -1,4 +1,7 @@
-"""One client's grammar stops no other's: a compile that takes long ends with its process, and each key has its turn."""
+"""Tests that one client's grammar delays no other client.
+
+A compile that takes too long is ended with its process, and the API keys take turns.
+"""
 
 import asyncio
 import multiprocessing
@@ -21,8 +24,8 @@ pytestmark = pytest.mark.programs
 SHORT = Grammar.json_schema({"type": "boolean"})
 
 
-def slow(n: int = 0) -> Grammar:
-    """Takes minutes and gigabytes: a state for each remainder of 4999 * 4993."""
+def slow_grammar(n: int = 0) -> Grammar:
+    """Returns a grammar that takes minutes and gigabytes to compile, with a state for each remainder of 4999 * 4993."""
     return Grammar.json_schema({"type": "integer", "title": str(n), "allOf": [{"multipleOf": 4999}, {"multipleOf": 4993}]})
 
 
@@ -42,10 +45,10 @@ def test_a_compile_beyond_its_time_ends_and_others_go_on() -> None:
         await compilers.check(SHORT, "a")
         before = time.monotonic()
         with pytest.raises(UserError, match=r"json_schema must .*seconds"):
-            await compilers.check(slow(), "a")
+            await compilers.check(slow_grammar(), "a")
         assert time.monotonic() - before < 30
-        with pytest.raises(UserError):                   # known, and not compiled again
-            await asyncio.wait_for(compilers.check(slow(), "b"), 0.1)
+        with pytest.raises(UserError):                   # the error is remembered, so nothing is compiled again
+            await asyncio.wait_for(compilers.check(slow_grammar(), "b"), 0.1)
         await compilers.check(Grammar.json_schema({"type": "null"}), "a")
 
     with_compilers(work)
@@ -53,7 +56,7 @@ def test_a_compile_beyond_its_time_ends_and_others_go_on() -> None:
 
 
 def test_each_key_has_its_turn() -> None:
-    """Many slow grammars of one key, then one of another: it waits for less than the first key's second round."""
+    """A grammar of another key, sent after many slow grammars of one key, is compiled before the first key's second round."""
     async def work(compilers: Compilers) -> list[str]:
         ended: list[str] = []
 
@@ -62,7 +65,7 @@ def test_each_key_has_its_turn() -> None:
                 await compilers.check(grammar, owner)
             ended.append(name)
 
-        many = [asyncio.create_task(check("slow", slow(n), "a")) for n in range(3 * PROCESSES)]
+        many = [asyncio.create_task(check("slow", slow_grammar(n), "a")) for n in range(3 * PROCESSES)]
         await asyncio.sleep(0)
         await asyncio.create_task(check("short", SHORT, "b"))
         for task in many:
@@ -95,7 +98,7 @@ def ask(server: Running, schema: dict[str, Any], **options: Any) -> httpx.Respon
 
 def test_a_server_answers_others_while_it_compiles(g1: Running) -> None:
     bomb = {"type": "integer", "allOf": [{"multipleOf": 4993}, {"multipleOf": 4999}]}
-    long = {"anyOf": [{"type": "string", "const": f"number {i}"} for i in range(1400)]}          # 65 kB
+    long = {"anyOf": [{"type": "string", "const": f"number {i}"} for i in range(1400)]}          # the schema has 65 kB
     with ThreadPoolExecutor() as threads:
         slow = threads.submit(ask, g1, bomb)
         large = threads.submit(ask, g1, long, max_tokens=1)

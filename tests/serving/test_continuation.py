@@ -1,4 +1,7 @@
-"""Answers that continue the last message: by every interface the rest of the prompt that ends with that message's text."""
+"""Tests of answers that continue the last message.
+
+Every interface gives the same rest after a prompt that ends with the message's text.
+"""
 
 import json
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from serving_runs import LETTERS, Running
-from test_limits import refused
+from test_limits import check_error
 from test_special_tokens import END, TEMPLATE, TOKENIZER
 from test_tools import TOOLS
 
@@ -38,7 +41,7 @@ def ask(server: Running, **body: Any) -> Any:
     return post(server, "/v1/chat/completions", **{**OPENAI, **SAMPLING, "max_tokens": 12, **body}).raise_for_status().json()
 
 
-def completed(server: Running, prompt: str, **more: Any) -> Any:
+def complete(server: Running, prompt: str, **more: Any) -> Any:
     body: dict[str, Any] = {"prompt": prompt, "stop": ["\n\n"], "max_tokens": 12, **SAMPLING, **more}
     return post(server, "/v1/completions", **body).raise_for_status().json()
 
@@ -62,7 +65,7 @@ def test_a_prompt_ends_with_the_text_whatever_the_template_does_to_it(name: str,
     template = JinjaTemplate(STRIPS, name) if name == "strips" else chat_template(name)
     for text in ("Hel", " Hel \n\n lo \n", "\n", "<end>", "x</think>y", "User:"):
         assert prompt(template, chat(text)).endswith(before + text)
-    if template.thinks:                  # which the text has itself, instead of the template's empty ones
+    if template.thinks:                  # the text has thoughts of its own, in place of the template's empty ones
         for text in ("<think>\nHm", "<think>a</think> b", "<think"):
             assert prompt(template, chat(text)).endswith(before.removesuffix("<think>\n\n</think>\n") + text)
         assert prompt(template, chat("a ", reasoning_content="Hm")).endswith("<think>\nHm\n</think>\na ")
@@ -86,8 +89,8 @@ def test_a_template_that_cannot_write_the_text_refuses_it(template: str, error: 
 
 @pytest.mark.parametrize("text", ["Hel", "Once  ", " I\n\nsay:\n", "  ", "a <think>", "Assistant:", "é"])
 def test_the_answer_continues_the_text_as_it_is(server: Running, text: str) -> None:
-    """The space before an answer is the template's."""
-    alone = completed(server, f"User: hi\n\nAssistant: {text}")
+    """The template writes the space after `Assistant:`, so the spaces of the text itself are kept."""
+    alone = complete(server, f"User: hi\n\nAssistant: {text}")
     rest = alone["choices"][0]["text"]
     answer = ask(server, messages=chat(text))
     assert answer["choices"][0]["message"]["content"] == rest
@@ -102,7 +105,7 @@ def test_the_answer_continues_the_text_as_it_is(server: Running, text: str) -> N
     assert counted["input_tokens"] == alone["usage"]["prompt_tokens"]
 
 
-def test_its_first_space_is_text_in_a_stream_with_log_probabilities_and_in_several_choices(server: Running) -> None:
+def test_the_first_space_is_text_in_streams_in_log_probabilities_and_in_several_choices(server: Running) -> None:
     body: dict[str, Any] = {"messages": chat("Hel"), "logprobs": True, "n": 2, "max_tokens": 4,
                             "logit_bias": {"32": 100.0}, "temperature": 0}
     choices = ask(server, **body)["choices"]
@@ -136,14 +139,14 @@ def test_a_state_is_followed_by_the_beginning_of_an_answer(server: Running) -> N
     saved = post(server, "/v1/chat/completions", messages=[USER], save_state=True, max_tokens=3, temperature=0,
                  logit_bias=LETTERS).json()["choices"][0]
     first = {"role": "assistant", "content": saved["message"]["content"]}
-    # The model's answer has no space after "Assistant:", as the template has
-    alone = completed(server, f"User: hi\n\nAssistant:{first['content']}\n\nUser: hi\n\nAssistant: Hel")
+    # The model wrote no space after "Assistant:", where the template writes one
+    alone = complete(server, f"User: hi\n\nAssistant:{first['content']}\n\nUser: hi\n\nAssistant: Hel")
     by_state = ask(server, state=saved["state"], messages=chat("Hel"), save_state=True)
     assert by_state["choices"][0]["message"]["content"] == alone["choices"][0]["text"]
     assert by_state["choices"][0]["state"]
 
 
-def test_a_grammar_is_of_the_rest(server: Running) -> None:
+def test_a_grammar_applies_to_the_rest(server: Running) -> None:
     digits = ask(server, messages=chat("The year "), grammar={"syntax": "regex", "definition": "[0-9]{4}"})
     content = digits["choices"][0]["message"]["content"]
     assert content.isdigit()
@@ -156,8 +159,8 @@ def test_json_follows_thoughts_that_the_message_has(g1: Running) -> None:
     for text in ("<think>Hm</think>", "<think>Hm</think>\n", "<think></think"):
         message = ask(g1, messages=chat(text), response_format=form, max_tokens=400)["choices"][0]["message"]
         assert json.loads(message["content"]) == {"a": 3}
-    refused(post(g1, "/v1/chat/completions", **OPENAI, messages=chat("<think>Hm</think>{"), response_format=form),
-            "response_format")
+    check_error(post(g1, "/v1/chat/completions", **OPENAI, messages=chat("<think>Hm</think>{"), response_format=form),
+                "response_format")
 
 
 def test_an_empty_beginning_is_none_where_anthropic_and_ollama_allow_it(g1: Running) -> None:
@@ -174,7 +177,7 @@ def test_an_empty_beginning_is_none_where_anthropic_and_ollama_allow_it(g1: Runn
 
 
 def test_without_the_field_an_answer_begins(server: Running) -> None:
-    alone = completed(server, "User: hi\n\nAssistant: Hel\n\nAssistant:")
+    alone = complete(server, "User: hi\n\nAssistant: Hel\n\nAssistant:")
     answer = ask(server, messages=chat("Hel"), continue_final_message=None, add_generation_prompt=None)
     assert answer["choices"][0]["message"]["content"] == alone["choices"][0]["text"].lstrip()
 
@@ -195,7 +198,7 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arg
     ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}, "tool_choice")], ids=str)
 def test_what_cannot_be_continued_is_refused(g1: Running, fields: dict[str, Any], field: str | None) -> None:
-    refused(post(g1, "/v1/chat/completions", **{"messages": chat("a"), "max_tokens": 1, **OPENAI, **fields}), field)
+    check_error(post(g1, "/v1/chat/completions", **{"messages": chat("a"), "max_tokens": 1, **OPENAI, **fields}), field)
 
 
 @pytest.mark.parametrize(("path", "fields", "named"), [
@@ -217,7 +220,7 @@ def test_other_interfaces_refuse_it_with_their_names(g1: Running, path: str, fie
     assert (error if isinstance(error, str) else error["message"]).startswith(named)
 
 
-def test_tools_and_efforts_do_not_hinder_it(g1: Running) -> None:
+def test_tools_and_efforts_do_not_hinder_a_continuation(g1: Running) -> None:
     plain = ask(g1, messages=chat("Hel"), temperature=0)["choices"]
     assert ask(g1, messages=chat("Hel"), temperature=0, enable_thinking=True)["choices"] == plain
     assert ask(g1, messages=chat("Hel"), temperature=0, reasoning_effort="minimal")["choices"] == plain

@@ -1,4 +1,4 @@
-"""Embeddings by the clients of OpenAI and Ollama: those of rwkv.embed."""
+"""Tests that the clients of OpenAI and Ollama receive the embeddings of rwkv.embed."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,7 +6,7 @@ import httpx
 import pytest
 import torch
 from serving_runs import Running
-from test_limits import refused
+from test_limits import check_error
 
 from rwkv import embed
 from rwkv.pretrained import RWKV
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     import openai
 
 pytestmark = pytest.mark.programs
-TEXTS = ["A cat.", "Ein Haus", *(f"number {i}" for i in range(9))]       # more than the server's max_rows
+TEXTS = ["A cat.", "Ein Haus", *(f"number {i}" for i in range(9))]       # there are more texts than the server's max_rows
 
 
 def test_openai_s_embeddings_are_the_library_s(client: "openai.OpenAI", model: RWKV, idle: None) -> None:
-    wanted = embed(model, ByteTokenizer(), TEXTS)
+    expected = embed(model, ByteTokenizer(), TEXTS)
     for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64", "extra_body": {"pooling": "mean"}},
                     {"dimensions": 32}):
         answer = client.embeddings.create(model="tiny", input=TEXTS, **options)
         vectors = [each.embedding for each in answer.data]
-        if isinstance(vectors[0], str):    # the client decodes base64 only where it asked for it by itself
+        if isinstance(vectors[0], str):    # the client decodes base64 only if it chose the encoding itself
             import base64
 
             vectors = [torch.frombuffer(bytearray(base64.b64decode(each)), dtype=torch.float32).tolist() for each in vectors]
-        torch.testing.assert_close(torch.tensor(vectors), wanted, atol=1e-6, rtol=0)
+        torch.testing.assert_close(torch.tensor(vectors), expected, atol=1e-6, rtol=0)
         assert [each.index for each in answer.data] == list(range(len(TEXTS)))
         assert answer.usage.prompt_tokens == sum(map(len, TEXTS))
     ids = [*TEXTS[0].encode()]
     for value in (TEXTS[0], ids, [ids]):
         vector = client.embeddings.create(model="tiny", input=value).data[0].embedding
-        torch.testing.assert_close(torch.tensor(vector), wanted[0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(torch.tensor(vector), expected[0], atol=1e-6, rtol=0)
     last = client.embeddings.create(model="tiny", input=TEXTS[0], extra_body={"pooling": "last"}).data[0].embedding
     torch.testing.assert_close(torch.tensor(last), embed(model, ByteTokenizer(), TEXTS[:1], "last")[0], atol=1e-6, rtol=0)
 
@@ -46,21 +46,21 @@ def test_openai_s_embeddings_are_the_library_s(client: "openai.OpenAI", model: R
     ("dimensions", 16), ("dimensions", 0), ("pooling", "max"), ("encoding_format", "int8"), ("model", "other"),
     ("unknown", 1)], ids=lambda each: str(each)[:20])
 def test_a_wrong_field_is_named(api: httpx.Client, field: str, value: Any) -> None:
-    refused(api.post("/embeddings", json={"input": "a", field: value}), field)
+    check_error(api.post("/embeddings", json={"input": "a", field: value}), field)
 
 
 def test_ollama_s_embeddings_are_the_library_s(server: Running, model: RWKV) -> None:
     ollama = pytest.importorskip("ollama")
-    wanted = embed(model, ByteTokenizer(), TEXTS)
+    expected = embed(model, ByteTokenizer(), TEXTS)
     with ollama.Client(host=server.url) as client:
         answer = client.embed("tiny", TEXTS)
-        torch.testing.assert_close(torch.tensor(answer.embeddings), wanted, atol=1e-6, rtol=0)
+        torch.testing.assert_close(torch.tensor(answer.embeddings), expected, atol=1e-6, rtol=0)
         assert answer.prompt_eval_count == sum(map(len, TEXTS))
         vector, = client.embed("tiny:latest", TEXTS[0]).embeddings
-        torch.testing.assert_close(torch.tensor(vector), wanted[0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(torch.tensor(vector), expected[0], atol=1e-6, rtol=0)
         assert list(client.embeddings("tiny", TEXTS[0]).embedding) == list(vector)
         assert list(client.embed("tiny", "").embeddings) == list(client.embeddings("tiny", "").embedding) == []
-        assert len(client.embed("tiny", "a" * 40_000).embeddings) == 1           # cut, as Ollama does
+        assert len(client.embed("tiny", "a" * 40_000).embeddings) == 1           # the text is cut, as Ollama cuts it
         for wrong in ({"input": "a" * 40_000, "truncate": False}, {"input": "a", "dimensions": 16},
                       {"input": "a", "model": "other"}):
             with pytest.raises(ollama.ResponseError) as error:

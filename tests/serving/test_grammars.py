@@ -1,4 +1,4 @@
-"""response_format, grammar and tool_choice: answers that are held to a schema, from the real server to the official client."""
+"""Tests of response_format, grammar and tool_choice: the official client receives answers that match their schema."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import openai
 
 pytestmark = pytest.mark.programs
-ASKED: list[Any] = [{"role": "user", "content": "Hello"}]
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 CITY = closed(city={"type": "string", "maxLength": 5}, days={"type": "integer", "minimum": 1, "maximum": 9})
 TIME = closed(zone={"enum": ["UTC", "CET"]})
 
@@ -27,8 +27,8 @@ class Person(pydantic.BaseModel):
 
 
 def tool(name: str, parameters: dict[str, Any] | None = None, **more: Any) -> Any:
-    given = {} if parameters is None else {"parameters": parameters}
-    return {"type": "function", "function": {"name": name, **given, **more}}
+    optional = {} if parameters is None else {"parameters": parameters}
+    return {"type": "function", "function": {"name": name, **optional, **more}}
 
 
 def form(schema: dict[str, Any]) -> Any:
@@ -36,13 +36,13 @@ def form(schema: dict[str, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def asking(g1: Running) -> Iterator["openai.OpenAI"]:
-    with client_of(g1) as made:
-        yield made
+def g1_api(g1: Running) -> Iterator["openai.OpenAI"]:
+    with client_of(g1) as openai_client:
+        yield openai_client
 
 
 def ask(client: "openai.OpenAI", **options: Any) -> Any:
-    return client.chat.completions.create(**{"model": "tiny", "messages": ASKED, "temperature": 1, "max_tokens": 800, "seed": 1,
+    return client.chat.completions.create(**{"model": "tiny", "messages": HELLO, "temperature": 1, "max_tokens": 800, "seed": 1,
                                              **options})
 
 
@@ -50,35 +50,35 @@ def assert_valid(schema: dict[str, Any], text: str) -> None:
     jsonschema_rs.validator_for(schema, validate_formats=True).validate(json.loads(text))
 
 
-def test_an_answer_is_valid_and_streamed_the_same(asking: "openai.OpenAI") -> None:
+def test_an_answer_is_valid_and_streamed_the_same(g1_api: "openai.OpenAI") -> None:
     schema = SCHEMAS[12]
-    answer = ask(asking, response_format=form(schema), n=3)
+    answer = ask(g1_api, response_format=form(schema), n=3)
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
         assert_valid(schema, choice.message.content)
     pieces = ["", "", ""]
-    for chunk in ask(asking, response_format=form(schema), n=3, stream=True):
+    for chunk in ask(g1_api, response_format=form(schema), n=3, stream=True):
         for choice in chunk.choices:
             pieces[choice.index] += choice.delta.content or ""
     assert pieces == [choice.message.content for choice in answer.choices]
 
 
-def test_json_object_and_length(asking: "openai.OpenAI") -> None:
+def test_json_object_and_length(g1_api: "openai.OpenAI") -> None:
     format = {"type": "json_object"}
-    choices = ask(asking, response_format=format, n=8, max_tokens=100, temperature=0.9).choices
+    choices = ask(g1_api, response_format=format, n=8, max_tokens=100, temperature=0.9).choices
     assert {choice.finish_reason for choice in choices} <= {"stop", "length"}
     assert all(isinstance(json.loads(choice.message.content), dict) for choice in choices if choice.finish_reason == "stop")
-    assert ask(asking, response_format=form(CITY), max_tokens=3).choices[0].finish_reason == "length"
+    assert ask(g1_api, response_format=form(CITY), max_tokens=3).choices[0].finish_reason == "length"
 
 
-def test_parse_with_pydantic(asking: "openai.OpenAI") -> None:
-    answer = asking.chat.completions.parse(model="tiny", messages=ASKED, response_format=Person, seed=2, max_tokens=800)
+def test_parse_with_pydantic(g1_api: "openai.OpenAI") -> None:
+    answer = g1_api.chat.completions.parse(model="tiny", messages=HELLO, response_format=Person, seed=2, max_tokens=800)
     assert isinstance(answer.choices[0].message.parsed, Person)
 
 
-def test_thoughts_come_before(asking: "openai.OpenAI") -> None:
+def test_thoughts_come_before_an_answer(g1_api: "openai.OpenAI") -> None:
     for think in ("true", "fake"):
-        message = ask(asking, response_format=form(CITY), max_tokens=2000, temperature=0.3,
+        message = ask(g1_api, response_format=form(CITY), max_tokens=2000, temperature=0.3,
                       extra_body={"chat_template_kwargs": {"think": think}},
                       logit_bias={str(byte): 8 for byte in b"</think>"}).choices[0].message
         assert think == "true" or message.content
@@ -87,19 +87,19 @@ def test_thoughts_come_before(asking: "openai.OpenAI") -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_that_have_to_come(asking: "openai.OpenAI", stream: bool) -> None:
+def test_calls_that_are_required_come(g1_api: "openai.OpenAI", stream: bool) -> None:
     tools = [tool("weather", CITY, strict=True), tool("time", TIME), tool("ping")]
     schemas = {"weather": CITY, "time": TIME, "ping": {"type": "object"}}
     for choice in ("required", {"type": "function", "function": {"name": "time"}}):
         ended = 0
         for seed in range(4):
-            found = ask(asking, tools=tools, tool_choice=choice, seed=seed, stream=stream, max_tokens=500, temperature=0.7)
+            answer = ask(g1_api, tools=tools, tool_choice=choice, seed=seed, stream=stream, max_tokens=500, temperature=0.7)
             if stream:
-                chunks = [chunk.choices[0] for chunk in found]
+                chunks = [chunk.choices[0] for chunk in answer]
                 calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
                 reason = chunks[-1].finish_reason
             else:
-                calls, reason = found.choices[0].message.tool_calls or [], found.choices[0].finish_reason
+                calls, reason = answer.choices[0].message.tool_calls or [], answer.choices[0].finish_reason
             if reason == "length":
                 continue
             call, = calls
@@ -110,28 +110,28 @@ def test_calls_that_have_to_come(asking: "openai.OpenAI", stream: bool) -> None:
         assert ended
 
 
-def test_tools_beside_a_schema(asking: "openai.OpenAI") -> None:
+def test_tools_beside_a_schema(g1_api: "openai.OpenAI") -> None:
     for seed in range(6):
-        message = ask(asking, tools=[tool("time", TIME)], response_format=form(CITY), seed=seed).choices[0].message
+        message = ask(g1_api, tools=[tool("time", TIME)], response_format=form(CITY), seed=seed).choices[0].message
         if message.tool_calls:
             assert_valid(TIME, message.tool_calls[0].function.arguments)
         else:
             assert_valid(CITY, message.content)
 
 
-def test_grammars(asking: "openai.OpenAI") -> None:
+def test_grammars(g1_api: "openai.OpenAI") -> None:
     regex = {"grammar": {"syntax": "regex", "definition": "(yes|no){2}"}}
     lark = {"grammar": {"syntax": "lark", "definition": 'start: "a" B\nB: /[0-9]{3}/'}}
-    assert ask(asking, extra_body=regex).choices[0].message.content in ("yesyes", "yesno", "noyes", "nono")
-    completion = asking.completions.create(model="tiny", prompt="x", extra_body=lark, logprobs=5, max_tokens=9)
+    assert ask(g1_api, extra_body=regex).choices[0].message.content in ("yesyes", "yesno", "noyes", "nono")
+    completion = g1_api.completions.create(model="tiny", prompt="x", extra_body=lark, logprobs=5, max_tokens=9)
     assert len(completion.choices[0].text) == 4
     assert [*completion.choices[0].logprobs.top_logprobs[0]] == ["a"]
-    completion = asking.completions.create(model="tiny", prompt="x", extra_body={"response_format": form(TIME)}, max_tokens=900)
+    completion = g1_api.completions.create(model="tiny", prompt="x", extra_body={"response_format": form(TIME)}, max_tokens=900)
     assert_valid(TIME, completion.choices[0].text)
 
 
 def test_a_blank_line_does_not_end_json(client: "openai.OpenAI") -> None:
-    for seed in range(5):                # the template world, in which a blank line ends an answer
+    for seed in range(5):                # the template world ends an answer at a blank line
         answer = ask(client, response_format=form(CITY), seed=seed, temperature=2)
         assert_valid(CITY, answer.choices[0].message.content)
 
@@ -149,8 +149,8 @@ def test_a_blank_line_does_not_end_json(client: "openai.OpenAI") -> None:
     ({"grammar": "a"}, "grammar"),
     ({"tools": [tool("a"), tool("b", {"type": "object", "properties": {"x": {"if": {}}}})], "tool_choice": "required"},
      "tools[1].function.parameters.properties.x")])
-def test_what_cannot_be_held_to_is_a_400(g1: Running, options: dict[str, Any], param: str) -> None:
-    answer = httpx.post(f"{g1.url}/v1/chat/completions", json={"messages": ASKED, **options})
+def test_what_a_schema_cannot_enforce_is_a_400(g1: Running, options: dict[str, Any], param: str) -> None:
+    answer = httpx.post(f"{g1.url}/v1/chat/completions", json={"messages": HELLO, **options})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param, error
@@ -159,5 +159,5 @@ def test_what_cannot_be_held_to_is_a_400(g1: Running, options: dict[str, Any], p
 
 def test_a_schema_that_is_nested_too_deeply_is_a_400(g1: Running) -> None:
     schema = '{"items":' * 900 + "{}" + "}" * 900
-    body = json.dumps({"messages": ASKED, "response_format": form({})}).replace('"schema": {}', f'"schema": {schema}')
+    body = json.dumps({"messages": HELLO, "response_format": form({})}).replace('"schema": {}', f'"schema": {schema}')
     assert httpx.post(f"{g1.url}/v1/chat/completions", content=body, timeout=60).status_code == 400

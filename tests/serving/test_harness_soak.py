@@ -1,4 +1,7 @@
-"""lm-evaluation-harness, in an environment of its own, through the server: it finds the numbers of rwkv.tools.evaluate."""
+"""Tests that lm-evaluation-harness finds the numbers of rwkv.tools.evaluate through the server.
+
+The harness runs in an environment of its own.
+"""
 
 import json
 import os
@@ -19,7 +22,7 @@ PROGRAM = shutil.which("lm_eval")
 pytestmark = [pytest.mark.programs, pytest.mark.soak,
               pytest.mark.skipif(PROGRAM is None, reason="needs lm_eval on the PATH: pip install 'lm-eval[api]' elsewhere")]
 ROOT = Path(__file__).parent.parent.parent
-START = "\n"                             # before each text; the harness sends no token that begins one
+START = "\n"                             # precedes each text, because the harness sends no token that begins a text
 TASK = {"task": "last_words", "dataset_path": "json", "test_split": "test", "output_type": "loglikelihood",
         "doc_to_text": START + "{{text.rsplit(' ', 1)[0]}}", "doc_to_target": "{{' ' + text.rsplit(' ', 1)[1]}}",
         "target_delimiter": "",
@@ -28,7 +31,10 @@ TASK = {"task": "last_words", "dataset_path": "json", "test_split": "test", "out
 
 
 def test_the_harness_finds_the_numbers_of_evaluate(start: Callable[..., Running], tmp_path: Path) -> None:
-    """A model that predicts some of the last words. Nothing is as likely as the likeliest: the harness would count both."""
+    """The model predicts some of the last words.
+
+    No token is as likely as the likeliest one, because the harness would count both as right.
+    """
     model, chance = saying("x cat"), random.Random(0)
     model.head.weight.data *= 0.05
     model.save_pretrained(tmp_path / "model.pth", ByteTokenizer(), format="pth")
@@ -45,13 +51,13 @@ def test_the_harness_finds_the_numbers_of_evaluate(start: Callable[..., Running]
           "--batch_size", "4", "--output_path", str(tmp_path / "found")],
          {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PYTHONPATH": ""})
     path, = (tmp_path / "found").rglob("results_*.json")
-    found = json.loads(path.read_text())["results"]["last_words"]
+    results = json.loads(path.read_text())["results"]["last_words"]
     printed = _run([sys.executable, "-m", "rwkv.tools.evaluate", f"checkpoint={tmp_path / 'model.pth'}", "tokenizer=byte",
                     "kernel=reference", f"data.path={data}", f"start={START}"], {})
     expected = json.loads(printed.splitlines()[-1])
-    assert 0 < found["acc,none"] < 1
-    assert found["acc,none"] == pytest.approx(expected["accuracy"])
-    assert found["perplexity,none"] == pytest.approx(expected["perplexity"], rel=1e-4)
+    assert 0 < results["acc,none"] < 1
+    assert results["acc,none"] == pytest.approx(expected["accuracy"])
+    assert results["perplexity,none"] == pytest.approx(expected["perplexity"], rel=1e-4)
 
 
 def _run(command: list[str], environment: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Requests in bytes: what HTTP (RFC 9110 and 9112) lets a server answer, and the ids of requests."""
+"""Tests of requests in bytes: what HTTP (RFC 9110 and 9112) lets a server answer, and the ids of requests."""
 
 import gzip
 import json
@@ -62,10 +62,10 @@ REQUESTS: dict[str, tuple[bytes, int]] = {
     "a header with a space before its colon": (GET + b"host : localhost\r\n" + CLOSE + b"\r\n", 400),
 }
 
-LARGE = gzip.compress(b" " * 2**22)      # of max_body_mib=1
+LARGE = gzip.compress(b" " * 2**22)      # this unpacks to 4 MiB, which is more than max_body_mib=1
 
 
-def posted(content: bytes, *headers: bytes) -> bytes:
+def as_post(content: bytes, *headers: bytes) -> bytes:
     return POST + CLOSE + b"content-length: %d\r\n" % len(content) + b"".join(b"%s\r\n" % each for each in headers) \
         + b"\r\n" + content
 
@@ -74,34 +74,34 @@ JSON = b"content-type: application/json; charset="
 GZIP = b"content-encoding: gzip"
 WORDS = json.dumps({**OK, "prompt": "é"}, ensure_ascii=False)
 REQUESTS |= {
-    "gzip": (posted(gzip.compress(BODY), GZIP), 200),
-    "GZIP in capitals": (posted(gzip.compress(BODY), b"Content-Encoding: X-GZIP"), 200),
+    "gzip": (as_post(gzip.compress(BODY), GZIP), 200),
+    "GZIP in capitals": (as_post(gzip.compress(BODY), b"Content-Encoding: X-GZIP"), 200),
     "gzip in chunks": (POST + CLOSE + CHUNKED + GZIP + b"\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
                        % (len(gzip.compress(BODY)), gzip.compress(BODY)), 200),
-    "identity": (posted(BODY, b"content-encoding: identity"), 200),
-    "an empty encoding": (posted(BODY, b"content-encoding:"), 200),
-    "brotli": (posted(BODY, b"content-encoding: br"), 415),
-    "deflate": (posted(zlib.compress(BODY), b"content-encoding: deflate"), 415),
-    "gzip twice": (posted(gzip.compress(gzip.compress(BODY)), b"content-encoding: gzip, gzip"), 415),
-    "gzip in two headers": (posted(gzip.compress(BODY), GZIP, GZIP), 415),
-    "gzip that is none": (posted(BODY, GZIP), 400),
-    "gzip that is cut": (posted(gzip.compress(BODY)[:-9], GZIP), 400),
-    "gzip with something after it": (posted(gzip.compress(BODY) + b"x", GZIP), 400),
-    "gzip of nothing": (posted(b"", GZIP), 400),
-    "gzip of too much": (posted(LARGE, GZIP), 413),
-    "gzip of 4 GiB": (posted(gzip.compress(LARGE * 64), GZIP), 400),
-    "a byte order mark": (posted(b"\xef\xbb\xbf" + BODY), 200),
-    "a byte order mark in gzip": (posted(gzip.compress(b"\xef\xbb\xbf" + BODY), GZIP), 200),
-    "UTF-16 unsaid": (posted(BODY.decode().encode("utf-16")), 400),
-    "a charset": (posted(WORDS.encode(), JSON + b"utf-8"), 200),
-    "a charset in quotes": (posted(WORDS.encode(), JSON + b'"UTF-8"'), 200),
-    "latin-1": (posted(WORDS.encode("latin-1"), JSON + b"ISO-8859-1"), 200),
-    "UTF-16": (posted(WORDS.encode("utf-16"), JSON + b"utf-16"), 200),
-    "a charset that it is not in": (posted(b"\xff", JSON + b"utf-16"), 400),
-    "a charset that nobody knows": (posted(BODY, JSON + b"klingon"), 415),
-    "a charset that is a program": (posted(BODY, JSON + b"rot13"), 415),
-    "no type": (posted(BODY), 200), "a form's type": (posted(BODY, b"content-type: application/x-www-form-urlencoded"), 200),
-    "an expectation in HTTP/1.0": (posted(BODY, b"expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0"), 200),
+    "identity": (as_post(BODY, b"content-encoding: identity"), 200),
+    "an empty encoding": (as_post(BODY, b"content-encoding:"), 200),
+    "brotli": (as_post(BODY, b"content-encoding: br"), 415),
+    "deflate": (as_post(zlib.compress(BODY), b"content-encoding: deflate"), 415),
+    "gzip twice": (as_post(gzip.compress(gzip.compress(BODY)), b"content-encoding: gzip, gzip"), 415),
+    "gzip in two headers": (as_post(gzip.compress(BODY), GZIP, GZIP), 415),
+    "gzip that is none": (as_post(BODY, GZIP), 400),
+    "gzip that is cut": (as_post(gzip.compress(BODY)[:-9], GZIP), 400),
+    "gzip with something after it": (as_post(gzip.compress(BODY) + b"x", GZIP), 400),
+    "gzip of nothing": (as_post(b"", GZIP), 400),
+    "gzip of too much": (as_post(LARGE, GZIP), 413),
+    "gzip of 4 GiB": (as_post(gzip.compress(LARGE * 64), GZIP), 400),
+    "a byte order mark": (as_post(b"\xef\xbb\xbf" + BODY), 200),
+    "a byte order mark in gzip": (as_post(gzip.compress(b"\xef\xbb\xbf" + BODY), GZIP), 200),
+    "UTF-16 unsaid": (as_post(BODY.decode().encode("utf-16")), 400),
+    "a charset": (as_post(WORDS.encode(), JSON + b"utf-8"), 200),
+    "a charset in quotes": (as_post(WORDS.encode(), JSON + b'"UTF-8"'), 200),
+    "latin-1": (as_post(WORDS.encode("latin-1"), JSON + b"ISO-8859-1"), 200),
+    "UTF-16": (as_post(WORDS.encode("utf-16"), JSON + b"utf-16"), 200),
+    "a charset that it is not in": (as_post(b"\xff", JSON + b"utf-16"), 400),
+    "a charset that nobody knows": (as_post(BODY, JSON + b"klingon"), 415),
+    "a charset that is a program": (as_post(BODY, JSON + b"rot13"), 415),
+    "no type": (as_post(BODY), 200), "a form's type": (as_post(BODY, b"content-type: application/x-www-form-urlencoded"), 200),
+    "an expectation in HTTP/1.0": (as_post(BODY, b"expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0"), 200),
     "chunks with extensions and a trailer": (POST + CLOSE + CHUNKED + b"\r\n%x;a=b\r\n%s\r\n0\r\nx: y\r\n\r\n"
                                              % (len(BODY), BODY), 200),
     "one byte a chunk": (POST + CLOSE + CHUNKED + b"\r\n" + b"".join(b"1\r\n%c\r\n" % byte for byte in BODY)
@@ -138,15 +138,15 @@ def test_a_stream_in_http_1_0_has_no_chunks_and_ends_with_the_connection(server:
 def request_id(answer: bytes | httpx.Response) -> str:
     if isinstance(answer, httpx.Response):
         return answer.headers["x-request-id"]
-    found, = re.findall(rb"(?im)^x-request-id: (.*)\r$", answer.partition(b"\r\n\r\n")[0])
-    return found.decode("latin-1")
+    value, = re.findall(rb"(?im)^x-request-id: (.*)\r$", answer.partition(b"\r\n\r\n")[0])
+    return value.decode("latin-1")
 
 
 @pytest.mark.parametrize(("path", "body", "status"), [
     ("/v1/completions", OK, 200), ("/v1/completions", {**OK, "stream": True}, 200), ("/v1/completions", {"n": 0}, 400),
     ("/v1/completions", {"model": "other"}, 404), ("/nothing", {}, 404), ("/health", {}, 405)], ids=str)
 def test_each_answer_has_the_requests_id(server: Running, path: str, body: object, status: int) -> None:
-    """The client's own, or one that is made. The log has those of errors."""
+    """The id is the client's own or one that the server makes. The log has the ids of errors."""
     own = httpx.post(server.url + path, json=body, headers={"X-Request-Id": f"my-id.{path}:{status}"}, timeout=60)
     made = [httpx.post(server.url + path, json=body, timeout=60) for _ in range(2)]
     assert [answer.status_code for answer in (own, *made)] == [status] * 3
@@ -158,7 +158,7 @@ def test_each_answer_has_the_requests_id(server: Running, path: str, body: objec
     assert all(str(status) in line and path in line for line in logged)
 
 
-def test_an_id_that_is_none_is_not_given_back(server: Running) -> None:
+def test_an_invalid_id_is_not_returned(server: Running) -> None:
     for wrong in (b"", b"two words", b"a" * 513, "é".encode(), b"a\tb"):
         answer = server.exchange(GET + HOST + CLOSE + b"x-request-id: " + wrong + b"\r\n\r\n")
         assert request_id(answer).startswith("req_"), wrong

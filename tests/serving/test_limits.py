@@ -1,4 +1,4 @@
-"""What a server bears: requests that are wrong, clients that go away, sleep or hurry, and signals."""
+"""Tests of what a server withstands: wrong requests, clients that go away, sleep or hurry, and signals."""
 
 import json
 import os
@@ -53,7 +53,8 @@ BODIES = [b"", b"{", b"[]", b"3", b"null", b'"x"', b"\xff\xfe", b'{"prompt": NaN
           b'{"prompt": "a", "seed": Infinity}', b'{"prompt": "a"} x']
 
 
-def refused(answer: httpx.Response, param: str | None = None) -> None:
+def check_error(answer: httpx.Response, param: str | None = None) -> None:
+    """Asserts that the answer is a 4xx error in OpenAI's format, which names `param`."""
     assert 400 <= answer.status_code < 500, answer.text[:300]
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -64,17 +65,20 @@ def refused(answer: httpx.Response, param: str | None = None) -> None:
 
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda each: str(each)[:20])
 def test_a_wrong_field_is_named(api: httpx.Client, field: str, value: Any) -> None:
-    refused(api.post("/completions", json={**OK, field: value}), field)
+    check_error(api.post("/completions", json={**OK, field: value}), field)
 
 
 @pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/responses", "/states"])
 def test_a_wrong_body_is_refused(api: httpx.Client, path: str) -> None:
     for body in BODIES:
-        refused(api.post(path, content=body))
+        check_error(api.post(path, content=body))
 
 
 def test_a_small_server_names_its_limits(start: Callable[..., Running]) -> None:
-    """Of tokens, of which there are as many by default, of prompts, of states, of connections and of who may ask."""
+    """The limits are of tokens, prompts, states, connections and origins.
+
+    By default, a text has as many tokens as the limit allows.
+    """
     server = start("max_tokens=3", "max_prompt_tokens=30", "states_mib=0", "max_connections=2", "cors=https://page.example")
     with socket.create_connection(("127.0.0.1", server.port)), socket.create_connection(("127.0.0.1", server.port)):
         head = server.exchange(b"").partition(b"\r\n\r\n")[0]
@@ -83,12 +87,12 @@ def test_a_small_server_names_its_limits(start: Callable[..., Running]) -> None:
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
         answer = api.post("/completions", json={"prompt": "a", "logit_bias": {"0": -100}}).json()
         assert answer["usage"]["completion_tokens"] == 3
-        refused(api.post("/completions", json={"prompt": "abcd" * 3, "n": 3, "echo": True, "logprobs": 1}), "echo")
+        check_error(api.post("/completions", json={"prompt": "abcd" * 3, "n": 3, "echo": True, "logprobs": 1}), "echo")
         chat = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 4}
-        refused(api.post("/chat/completions", json=chat), "max_completion_tokens")
+        check_error(api.post("/chat/completions", json=chat), "max_completion_tokens")
         for path, body in (("/states", {"prompt": "a"}), ("/completions", {"prompt": "a", "save_state": True})):
-            refused(api.post(path, json=body))
-        refused(api.post("/states", content=b"x", headers={"content-type": "application/octet-stream"}))
+            check_error(api.post(path, json=body))
+        check_error(api.post("/states", content=b"x", headers={"content-type": "application/octet-stream"}))
         page, other = {"origin": "https://page.example"}, {"origin": "https://other.example"}
         for headers, status in ((page, 200), (page | {"host": "page.example"}, 200), (other, 403)):
             assert api.get("/models", headers=headers).status_code == status
@@ -99,7 +103,7 @@ def test_a_small_server_names_its_limits(start: Callable[..., Running]) -> None:
                                                         ("GET", "/../../etc/passwd", 404), ("GET", "/v1/models/%ff%fe", 404)])
 def test_another_method_or_path_is_an_error_of_the_interface(server: Running, method: str, path: str, status: int) -> None:
     answer = httpx.request(method, server.url + path)
-    refused(answer)
+    check_error(answer)
     assert answer.status_code == status
     assert ("allow" in answer.headers) == (status == 405)
 
@@ -113,7 +117,7 @@ def test_a_large_body_is_refused(server: Running) -> None:
 
 
 def test_what_is_no_request_is_answered_and_closed(server: Running) -> None:
-    """No HTTP, a proxy's method, long headers; half a header, nothing and half a body, all at the same time."""
+    """The data arrive at the same time: no HTTP, a proxy's method, long headers, half a header, nothing and half a body."""
     wrong = {b"\x16\x03\x01 hello\r\n\r\n": 400, b"CONNECT a:1 HTTP/1.1\r\nhost: localhost\r\n\r\n": 400,
              b"GET / HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 100_000: 431, b"GET /hea": 408, b"": 408,
              b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{": 408}
@@ -123,7 +127,10 @@ def test_what_is_no_request_is_answered_and_closed(server: Running) -> None:
 
 
 def test_a_request_that_asks_for_http_2_is_answered_in_http_1(server: Running) -> None:
-    """As Java's HttpClient asks; whole, and cut in its headers and its body. The connection's next request is answered too."""
+    """Java's HttpClient asks in this way.
+
+    The request arrives whole, and cut in its headers and its body. The connection's next request is answered too.
+    """
     body = json.dumps(OK).encode()
     request = (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
                b"HTTP2-Settings: AAEAAEAA\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
@@ -179,7 +186,7 @@ def test_a_full_queue_is_429_and_those_in_it_are_served(server: Running) -> None
 
 @pytest.mark.usefixtures("idle")
 def test_who_waits_behind_a_client_that_goes_away_is_served(server: Running) -> None:
-    """One text runs, one request waits for room for four, and one text behind it would have room."""
+    """One text runs, one request waits for room for four texts, and one text behind that request would have room."""
     def connect(body: dict[str, Any]) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", server.port))
         connection.sendall(post("/v1/completions", body))
@@ -199,7 +206,10 @@ def test_who_waits_behind_a_client_that_goes_away_is_served(server: Running) -> 
 
 @pytest.mark.usefixtures("idle")
 def test_a_stream_outlives_the_deadline_for_requests(server: Running) -> None:
-    """Some clients send a line end after a body; it begins no request that could come too slowly (receive_s=1.5)."""
+    """Some clients send a line end after a body.
+
+    The server must not take the line end for a request that arrives too slowly (receive_s=1.5).
+    """
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(post("/v1/completions", ENDLESS))
         assert connection.recv(12) == b"HTTP/1.1 200"
@@ -222,7 +232,7 @@ def test_a_server_whose_engine_ends_says_why_and_ends(start: Callable[..., Runni
 
 
 def test_nobody_waits_for_a_long_text_to_be_encoded(server: Running) -> None:
-    """A body of 1 MiB, the limit here, with a string for each of a million tokens."""
+    """The body has almost 1 MiB, the limit here, and asks for the strings of its 840,000 tokens."""
     long = {"prompt": "ab cd\n" * 140_000, "return_token_strs": True}
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(httpx.post, f"{server.url}/tokenize", json=long, timeout=60)
@@ -236,7 +246,7 @@ def test_nobody_waits_for_a_long_text_to_be_encoded(server: Running) -> None:
 
 
 @pytest.mark.usefixtures("idle")
-@pytest.mark.soak                        # half a minute of waiting
+@pytest.mark.soak                        # the test waits for half a minute
 def test_a_reader_that_sleeps_is_cancelled(server: Running) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -246,7 +256,7 @@ def test_a_reader_that_sleeps_is_cancelled(server: Running) -> None:
         wait_until(lambda: server.running_texts() == 0, 60)
 
 
-@pytest.mark.soak                        # a minute of waiting
+@pytest.mark.soak                        # the test waits for a minute
 def test_an_answer_that_nobody_reads_is_dropped(server: Running) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -260,7 +270,7 @@ def test_an_answer_that_nobody_reads_is_dropped(server: Running) -> None:
 
 
 def test_a_key_is_asked_for_and_cors_names_pages(start: Callable[..., Running]) -> None:
-    """The log, which many read, holds a command that asks the server something, without the key."""
+    """The log shows a command that asks the server something, without the key, because many may read the log."""
     server = start("api_key=sesame", "cors=https://page.example")
     first, *_, last = (line.split(maxsplit=1) for line in server.log.splitlines())
     key, page = {"authorization": "Bearer sesame"}, {"origin": "https://page.example"}
@@ -273,16 +283,16 @@ def test_a_key_is_asked_for_and_cors_names_pages(start: Callable[..., Running]) 
         assert allowed.headers["access-control-allow-origin"] == "https://page.example"
         assert "access-control-allow-credentials" not in allowed.headers
         assert "access-control-allow-origin" not in api.get("/health", headers={"origin": "http://x"}).headers
-        asked = page | {"access-control-request-method": "POST",
-                        "access-control-request-headers": "authorization,content-type,x-stainless-lang"}
-        assert api.options("/v1/chat/completions", headers=asked).status_code == 200
+        preflight = page | {"access-control-request-method": "POST",
+                            "access-control-request-headers": "authorization,content-type,x-stainless-lang"}
+        assert api.options("/v1/chat/completions", headers=preflight).status_code == 200
     assert (first[0], last[0]) == ("loading", "try")
     assert "sesame" not in last[1]
     program, *arguments = shlex.split(last[1].replace("$KEY", "sesame"))
     assert program == "curl"
     if shutil.which("curl") is not None:
-        done = subprocess.run([program, "-sS", "--fail", *arguments], capture_output=True, text=True, timeout=60, check=True)
-        assert '"content"' in done.stdout
+        result = subprocess.run([program, "-sS", "--fail", *arguments], capture_output=True, text=True, timeout=60, check=True)
+        assert '"content"' in result.stdout
 
 
 @pytest.mark.parametrize(("headers", "status"), [
@@ -304,7 +314,7 @@ def refuses_connections(server: Running) -> bool:
 
 
 def test_an_idle_server_ends_at_once(start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also without uvloop."""
+    """The server ends at once also without uvloop."""
     (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(\"No module named 'uvloop'\", name='uvloop')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = start("dtype=bfloat16", "grace_s=60")
@@ -319,7 +329,8 @@ def test_a_signal_while_the_model_loads_ends_the_engine_too(checkpoint: Path) ->
     command = [sys.executable, str(ROOT / "serve.py"), "port=0", f"checkpoint={checkpoint}", "tokenizer=byte"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        wait_until(lambda: len(children.read_text().split()) == 2)           # multiprocessing's own, and then the engine
+        # multiprocessing's own process comes first, and then the engine
+        wait_until(lambda: len(children.read_text().split()) == 2)
         time.sleep(0.3)
         engine = max(map(int, children.read_text().split()))
         process.send_signal(signal.SIGTERM)
@@ -345,7 +356,7 @@ def test_a_signal_lets_running_texts_end_and_refuses_who_waits_when_the_time_is_
     assert server.process.wait(20) == 0
 
 
-def test_a_second_signal_ends_it_at_once(start: Callable[..., Running]) -> None:
+def test_a_second_signal_ends_the_server_at_once(start: Callable[..., Running]) -> None:
     server = start("max_tokens=100000")
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
         next(answer.iter_lines())
@@ -357,7 +368,7 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Running]) -> None:
 
 
 def test_a_port_is_taken_before_the_model_is_loaded() -> None:
-    """Two servers that load at the same time cannot both have it."""
+    """Two servers that load at the same time cannot both have the port."""
     with _bind(ServeConfig(port=0)) as first, pytest.raises(UserError):
         _bind(ServeConfig(port=first.getsockname()[1]))
 
@@ -365,12 +376,12 @@ def test_a_port_is_taken_before_the_model_is_loaded() -> None:
 def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
     code = "import sys; sys.modules['msgspec'] = None; from rwkv.programs import serve; serve.main()"
     run = subprocess.run([sys.executable, "-c", code, "checkpoint=nothing.pth"], capture_output=True, text=True, cwd=ROOT)
-    said = "error: serving requires the package msgspec: run pip install -e '.[serve]' in a clone of the repository\n"
-    assert (run.returncode, run.stderr) == (2, said)
+    message = "error: serving requires the package msgspec: run pip install -e '.[serve]' in a clone of the repository\n"
+    assert (run.returncode, run.stderr) == (2, message)
 
 
 def test_a_damaged_checkpoint_is_one_sentence(start: Callable[..., Running], tmp_path: Path) -> None:
-    """After the address, which is a URL with IPv6 too."""
+    """The error comes after the address, which is a URL with IPv6, too."""
     try:
         _bind(ServeConfig(host="::1", port=0)).close()
     except UserError:
@@ -385,6 +396,6 @@ def test_a_damaged_checkpoint_is_one_sentence(start: Callable[..., Running], tmp
     assert "Traceback" not in failed.log
 
 
-@pytest.mark.parametrize(("options", "said"), [(("port=70000",), "port"), (("cors=*", "api_key=x"), "cors")])
-def test_a_mistake_is_one_sentence(run: Run, options: tuple[str, ...], said: str) -> None:
-    one_sentence(run("serve", "checkpoint=nothing.pth", *options), said)
+@pytest.mark.parametrize(("options", "words"), [(("port=70000",), "port"), (("cors=*", "api_key=x"), "cors")])
+def test_a_mistake_is_one_sentence(run: Run, options: tuple[str, ...], words: str) -> None:
+    one_sentence(run("serve", "checkpoint=nothing.pth", *options), words)

@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the text that is shown: whole or as a stream, their tokens add up to it."""
+"""Tests that log-probabilities are those of the visible text: whole or as a stream, their tokens add up to the text."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     import openai
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}{% endfor %}{{ '' if tools }}"
-CALLED = '{"name": "f", "arguments": {}}</tool_call>'
-# What the model writes after a question, in tokens of its own. Each comes once.
+CALL = '{"name": "f", "arguments": {}}</tool_call>'
+# The model writes these tokens after a question. Each token occurs once.
 ROWS: dict[str, list[bytes]] = {
     "1": [b" ", b"#", b"___"],
     "2": [b"\n", b" #a", b"b c"],
     "3": [b"\xe2", b"\x80", b"\x83", b"\xc3", b"\xa9", b"."],
     "4": [b"one", b" two<e", b"nd> no"],
     "5": [b"x", b"yST", b"OPz"],
-    "6": [b"Say ", b"so <tool_", b"call>" + CALLED.encode(), b" \n then", b" end <tool"],
+    "6": [b"Say ", b"so <tool_", b"call>" + CALL.encode(), b" \n then", b" end <tool"],
     "7": [b"\xd0", b"\xb6"],
     "8": [b"\xd1", b"\x88STOP"],
     "9": [b"\t ", b"\n\n", b"\r"],
-    "0": [b"u", b"\xd2", b" vWX"],        # a character that is never completed
+    "0": [b"u", b"\xd2", b" vWX"],        # the character is never completed
 }
 TOOLS: Any = [{"type": "function", "function": {"name": "f"}}]
 
@@ -93,19 +93,20 @@ def test_a_chats_tokens_add_up_to_its_content(client: "openai.OpenAI", question:
     ids=str)
 def test_a_completions_tokens_add_up_to_its_text(client: "openai.OpenAI", prompt: str, options: dict[str, Any],
                                                  text: str) -> None:
-    asked = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 20, "logprobs": 1, **options}
-    choice = client.completions.create(**asked).choices[0]
-    found = choice.logprobs
+    fields = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 20, "logprobs": 1, **options}
+    choice = client.completions.create(**fields).choices[0]
+    logprobs = choice.logprobs
     assert choice.text == text
-    shown = [token for token in found.tokens if not token.startswith("token_id:")]       # with echo the end of the text is one
-    assert "".join(shown) == text
-    assert found.text_offset[:len(shown)] == [len("".join(shown[:i])) for i in range(len(shown))]
-    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset)
-    streamed = [chunk.choices[0] for chunk in client.completions.create(stream=True, **asked)]
+    # with echo, the end of the text is such a token
+    text_tokens = [token for token in logprobs.tokens if not token.startswith("token_id:")]
+    assert "".join(text_tokens) == text
+    assert logprobs.text_offset[:len(text_tokens)] == [len("".join(text_tokens[:i])) for i in range(len(text_tokens))]
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(logprobs.text_offset)
+    streamed = [chunk.choices[0] for chunk in client.completions.create(stream=True, **fields)]
     assert "".join(choice.text for choice in streamed) == text
     parts = [choice.logprobs for choice in streamed if choice.logprobs]
-    assert [token for part in parts for token in part.tokens] == found.tokens
-    assert [offset for part in parts for offset in part.text_offset] == found.text_offset
+    assert [token for part in parts for token in part.tokens] == logprobs.tokens
+    assert [offset for part in parts for offset in part.text_offset] == logprobs.text_offset
 
 
 @pytest.mark.programs
@@ -119,17 +120,17 @@ def test_a_token_s_place_is_after_a_character_that_was_broken(client: "openai.Op
 
 @given(st.text("aé\u3000", max_size=12), st.lists(st.integers(0, 13), max_size=6), st.lists(st.integers(0, 13), max_size=3))
 def test_tokens_are_cut_to_what_is_shown_however_it_comes(text: str, edges: list[int], steps: list[int]) -> None:
-    """Tokens of one byte; the shown parts are every other one between the edges."""
+    """Each token is one byte, and the visible parts are every second part between the edges."""
     edges = sorted({min(edge, len(text)) for edge in edges})
     spans = list(zip(edges[::2], edges[1::2], strict=False))
     tokens = ShownTokens(ByteTokenizer().decoder())
     tokens.add([{"token": value, "text": "", "logprob": 0.0, "top": []} for value in text.encode()])
-    found = []
-    done = 0
+    entries = []
+    position = 0
     for decided in sorted(min(step, len(text)) for step in steps):
-        tokens.show([(max(start, done), min(end, decided)) for start, end in spans if start < decided and end > done])
-        found += tokens.take(decided)
-        done = decided
-    tokens.show([(max(start, done), end) for start, end in spans if end > done])
-    found += tokens.take_rest()
-    assert bytes(entry["token"] for entry in found).decode() == "".join(text[start:end] for start, end in spans)
+        tokens.show([(max(start, position), min(end, decided)) for start, end in spans if start < decided and end > position])
+        entries += tokens.take(decided)
+        position = decided
+    tokens.show([(max(start, position), end) for start, end in spans if end > position])
+    entries += tokens.take_rest()
+    assert bytes(entry["token"] for entry in entries).decode() == "".join(text[start:end] for start, end in spans)

@@ -1,4 +1,4 @@
-"""Hundreds of malformed requests, and what schemathesis derives from the server's own schema."""
+"""Sends hundreds of malformed requests, and requests that schemathesis derives from the server's own schema."""
 
 import json
 import socket
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from serving_runs import Running, post, reset, wait_until
-from test_limits import BODIES, ENDLESS, OK, WRONG, refused
+from test_limits import BODIES, ENDLESS, OK, WRONG, check_error
 from test_responses import WRONG as OF_RESPONSES
 
 pytestmark = [pytest.mark.programs, pytest.mark.soak]
@@ -28,7 +28,7 @@ MESSAGES: list[Any] = [None, [], "hi", {}, [3], [{}], [{"role": "user"}], [{"rol
 VALID_IN_CHAT = [("logprobs", True)]
 CHECKS = ("not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
           "negative_data_rejection,unsupported_method,allow_header_conformance")
-MORE_MEMORY = 16 * 2**20                 # bytes: what an allocator may keep
+MORE_MEMORY = 16 * 2**20                 # an allocator may keep this many bytes
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 UNFINISHED = {"half a first line": b"POST /v1/comp", "half a header": HEAD + b"content-le", "half the headers": HEAD,
               "half a body": HEAD + b'content-length: 50\r\n\r\n{"prompt":',
@@ -41,15 +41,15 @@ NO_REQUESTS = {"a wrong length": HEAD + b"content-length: x\r\n\r\n", "a negativ
 
 
 def test_malformed_requests_leave_a_server_as_it_was(server: Running) -> None:
-    """All of them twice: what the first time leaves in memory is not asked for."""
+    """All requests are sent twice, because memory that the first time leaves in use does not count."""
     trials = _trials(server)
     assert len(trials) >= 300
     for _ in range(2):
         wait_until(lambda: server.running_texts() == 0)
         memory, files = server.resident(), server.open_files()
         with ThreadPoolExecutor(8) as threads:
-            for done in [threads.submit(trial) for trial in trials]:
-                done.result()
+            for future in [threads.submit(trial) for trial in trials]:
+                future.result()
         wait_until(lambda: server.running_texts() == 0)
         wait_until(lambda: server.open_files() <= files)             # noqa: B023  called at once
     assert server.resident() <= memory + MORE_MEMORY
@@ -58,13 +58,13 @@ def test_malformed_requests_leave_a_server_as_it_was(server: Running) -> None:
 
 
 def _trials(server: Running) -> list[Callable[[], None]]:
-    """Each asks for something and checks the answer."""
+    """Returns functions, each of which sends a request and checks the answer."""
     def body(path: str, content: bytes) -> None:
-        refused(httpx.post(server.url + path, content=content, timeout=60))
+        check_error(httpx.post(server.url + path, content=content, timeout=60))
 
     def method(name: str, path: str) -> None:
         answer = httpx.request(name, server.url + path, timeout=60)
-        refused(answer)
+        check_error(answer)
         assert answer.status_code == 405
 
     def raw(data: bytes) -> None:
@@ -89,7 +89,7 @@ def _trials(server: Running) -> list[Callable[[], None]]:
 
 
 def _hang_up(server: Running, data: bytes) -> None:
-    """Reads nothing of the answer."""
+    """Sends the data, and resets the connection without reading the answer."""
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.sendall(data)
     reset(connection)
@@ -97,7 +97,10 @@ def _hang_up(server: Running, data: bytes) -> None:
 
 @pytest.mark.skipif(find_spec("schemathesis") is None, reason="needs the package schemathesis")
 def test_requests_derived_from_the_schema_get_answers_of_the_schema(start: Callable[..., Running], tmp_path: Path) -> None:
-    """No 5xx; wrong bodies and methods are refused; every answer has a status, a type and a form of the schema."""
+    """The server never answers 5xx and refuses wrong bodies and methods.
+
+    Every answer has a status, a type and a form of the schema.
+    """
     server = start("max_tokens=8", "max_rows=8", "max_queue=64")
     run = subprocess.run([Path(sys.executable).parent / "schemathesis", "run", f"{server.url}/openapi.json",
                           "--phases", "examples,coverage,fuzzing", "--max-examples", "40", "--seed", "0", "--no-color",

@@ -1,4 +1,4 @@
-"""The npm client `openai`, installed into a folder of the test's own, against the real server."""
+"""Runs the npm client `openai`, installed into a temporary folder, against the real server."""
 
 import json
 import shutil
@@ -35,15 +35,15 @@ console.log(JSON.stringify(found));
 def test_the_npm_client_gets_the_same_texts(server: Running, tmp_path: Path) -> None:
     assert NPM is not None
     assert NODE is not None
-    installed = subprocess.run([NPM, "install", "--no-audit", "--no-fund", "--prefix", str(tmp_path), "openai"],
-                               capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    if installed.returncode:
-        pytest.skip(f"npm could not install openai: {installed.stderr[-200:]}")
+    install = subprocess.run([NPM, "install", "--no-audit", "--no-fund", "--prefix", str(tmp_path), "openai"],
+                             capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    if install.returncode:
+        pytest.skip(f"npm could not install openai: {install.stderr[-200:]}")
     (tmp_path / "ask.mjs").write_text(PROGRAM)
     run = subprocess.run([NODE, "ask.mjs", f"{server.url}/v1"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert found["models"] == ["tiny"]
-    assert found["completion"] == found["stream"] != ""
-    assert found["chat"] == found["chatStream"] != ""
-    assert found["error"] == [True, 400, "temperature"]
+    results = json.loads(run.stdout)
+    assert results["models"] == ["tiny"]
+    assert results["completion"] == results["stream"] != ""
+    assert results["chat"] == results["chatStream"] != ""
+    assert results["error"] == [True, 400, "temperature"]

@@ -1,4 +1,4 @@
-"""Ollama's and Anthropic's interfaces by their official clients, against the real server, and beside OpenAI's."""
+"""Tests of Ollama's and Anthropic's interfaces by their official clients against the real server, and beside OpenAI's."""
 
 import json
 import random
@@ -24,7 +24,7 @@ pytest.importorskip("ollama")
 pytest.importorskip("anthropic")
 QUESTION: list[Any] = [{"role": "user", "content": "once"}]
 THOUGHTS = ["4", "<think>", "\nOne, ", "two.", "</think>\n", "A €", " and", " an end"]
-ODD = '{"n": 1180591620717411303424, "s": "\\ud800"}'       # no 64-bit number, and no character
+ODD = '{"n": 1180591620717411303424, "s": "\\ud800"}'       # the number has more than 64 bits, and the string is no character
 CALL_WITH_ODD = ["6", '<tool_call>{"name": "weather", ', f'"arguments": {ODD}}}</tool_call>']
 LINES = ["7", "a\u2028b", "\u2029c\u0085d ", '<tool_call>{"name": "weather",\n ',
          '"arguments": {\n\t"city": "x\u2028y"\r\n}}</tool_call> ']
@@ -35,7 +35,7 @@ IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose model writes calls of tools and thoughts, after a question's last token."""
+    """Yields a server whose model writes calls of tools and thoughts after a question's last token."""
     folder = tmp_path_factory.mktemp("clients")
     model, tokenizer = writing(*([piece.encode() for piece in row] for row in (*ROWS, THOUGHTS, CALL_WITH_ODD, LINES)))
     model.save_pretrained(folder / "tiny.safetensors", tokenizer)
@@ -48,7 +48,7 @@ CLIENTS = ExitStack()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _clients_are_closed() -> Iterator[None]:
+def _close_clients() -> Iterator[None]:
     with CLIENTS:
         yield
 
@@ -69,22 +69,22 @@ def anthropic_client(server: Running, **options: Any) -> "anthropic.Anthropic":
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_text_is_the_same_by_every_interface(server: Running, client: "openai.OpenAI", stream: bool) -> None:
     options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "seed": 7}
-    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION}
-    wanted = client.chat.completions.create(**asked, **options, max_tokens=40, stop="q").choices[0].message.content
+    request: dict[str, Any] = {"model": "tiny", "messages": QUESTION}
+    expected = client.chat.completions.create(**request, **options, max_tokens=40, stop="q").choices[0].message.content
     more: dict[str, Any] = {"stream": stream, "options": {**options, "num_predict": 40, "stop": ["q"]}}
-    by_ollama = ollama_client(server).chat(**asked, **more)
-    generated = ollama_client(server).generate("tiny", "once", **more)
-    fields = {**asked, "max_tokens": 40, "stop_sequences": ["q"], "extra_body": options}
+    by_ollama = ollama_client(server).chat(**request, **more)
+    by_generate = ollama_client(server).generate("tiny", "once", **more)
+    fields = {**request, "max_tokens": 40, "stop_sequences": ["q"], "extra_body": options}
     if stream:
         with anthropic_client(server).messages.stream(**fields) as events:
             by_anthropic = "".join(events.text_stream)
-        texts = ["".join(part.message.content for part in by_ollama), "".join(part.response for part in generated),
+        texts = ["".join(part.message.content for part in by_ollama), "".join(part.response for part in by_generate),
                  by_anthropic]
     else:
         by_anthropic = anthropic_client(server).messages.create(**fields).content[0].text
-        texts = [by_ollama.message.content, generated.response, by_anthropic]
-    assert texts == [wanted] * 3
-    assert wanted
+        texts = [by_ollama.message.content, by_generate.response, by_anthropic]
+    assert texts == [expected] * 3
+    assert expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,21 +93,21 @@ def test_raw_generation_is_a_completion_and_goes_on_from_its_context(server: Run
     ollama = ollama_client(server)
     options = {"seed": 3, "num_predict": 12}
 
-    def generated(prompt: str, **more: Any) -> tuple[str, Any]:
+    def generate(prompt: str, **more: Any) -> tuple[str, Any]:
         parts = ollama.generate("tiny:latest", prompt, options=options, stream=stream, **more)
         parts = list(parts) if stream else [parts]
         return "".join(part.response for part in parts), parts[-1]
 
-    text, last = generated("once", raw=True)
-    wanted = client.completions.create(model="tiny", prompt="once", seed=3, max_tokens=12)
+    text, last = generate("once", raw=True)
+    expected = client.completions.create(model="tiny", prompt="once", seed=3, max_tokens=12)
     assert (text, last.prompt_eval_count, last.eval_count) == (
-        wanted.choices[0].text, wanted.usage.prompt_tokens, wanted.usage.completion_tokens)
-    assert (last.done, last.done_reason) == (True, wanted.choices[0].finish_reason)
-    again, _ = generated(" and", raw=True, context=last.context)
+        expected.choices[0].text, expected.usage.prompt_tokens, expected.usage.completion_tokens)
+    assert (last.done, last.done_reason) == (True, expected.choices[0].finish_reason)
+    again, _ = generate(" and", raw=True, context=last.context)
     assert again == client.completions.create(model="tiny", prompt=[*last.context, *b" and"], seed=3,
                                               max_tokens=12).choices[0].text
-    _, turn = generated("hello")
-    second, end = generated("more", context=turn.context)
+    _, turn = generate("hello")
+    second, end = generate("more", context=turn.context)
     turns = [*turn.context, *b"\n\nUser: more\n\nAssistant:"]
     assert second == client.completions.create(model="tiny", prompt=turns, seed=3, max_tokens=12).choices[0].text.lstrip()
     assert end.context[:len(turns)] == turns
@@ -120,10 +120,10 @@ def test_ollama_lists_shows_and_loads(g1: Running) -> None:
     assert listed.model == running.model == "tiny:latest"
     assert len(listed.digest) == 64
     assert running.expires_at.year > 2300
-    shown = ollama.show("tiny")
-    assert {"completion", "tools", "thinking"} == set(shown.capabilities)
-    assert shown.modelinfo["general.parameter_count"] > 0
-    assert shown.details.family == shown.modelinfo["general.architecture"]
+    description = ollama.show("tiny")
+    assert {"completion", "tools", "thinking"} == set(description.capabilities)
+    assert description.modelinfo["general.parameter_count"] > 0
+    assert description.details.family == description.modelinfo["general.architecture"]
     for answer in (ollama.generate("tiny", keep_alive=-1), ollama.chat("tiny:latest", [])):
         assert (answer.done, answer.done_reason) == (True, "load")
     assert ollama.generate("tiny", keep_alive=0).done_reason == "unload"
@@ -147,7 +147,7 @@ def test_ollama_has_thoughts_and_calls(writer: Running, stream: bool) -> None:
 
 @pytest.mark.parametrize("path", ["/api/chat", "/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_each_line_of_a_stream_is_whole_also_for_clients_that_split_at_every_line_end(writer: Running, path: str) -> None:
-    """Such as Python's str.splitlines, which httpx uses."""
+    """Some clients, such as httpx, split lines with Python's str.splitlines."""
     tools = {"/v1/messages": TOOL, "/v1/responses": [{"type": "function", **tool["function"]} for tool in TOOLS]}
     question = [{"role": "user", "content": "7"}]
     answer = httpx.post(writer.url + path, json={
@@ -183,12 +183,12 @@ def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) 
     assert 0 <= json.loads(ollama.chat("tiny", [{"role": "user", "content": "x"}], format=schema).message.content)["n"] <= 9
     answer = ollama.generate("tiny", "x", format="json", options={"num_predict": 200, "temperature": 0})
     assert answer.response.lstrip().startswith("{")
-    asked: Any = {"logprobs": True, "top_logprobs": 2, "options": {"temperature": 0, "num_predict": 3}}
-    logprobs = ollama.chat("tiny", [{"role": "user", "content": "3"}], **asked).logprobs
+    fields: Any = {"logprobs": True, "top_logprobs": 2, "options": {"temperature": 0, "num_predict": 3}}
+    logprobs = ollama.chat("tiny", [{"role": "user", "content": "3"}], **fields).logprobs
     assert [len(each.top_logprobs) for each in logprobs] == [2, 2, 2]
-    parts = ollama.chat("tiny", [{"role": "user", "content": "3"}], stream=True, **asked)
+    parts = ollama.chat("tiny", [{"role": "user", "content": "3"}], stream=True, **fields)
     assert [each for part in parts for each in part.logprobs or ()] == logprobs
-    raw = ollama.generate("tiny", "3", raw=True, **asked)
+    raw = ollama.generate("tiny", "3", raw=True, **fields)
     assert "".join(each.token for each in raw.logprobs) == raw.response
 
 
@@ -224,16 +224,16 @@ def test_ollama_s_errors_have_its_form(server: Running, path: str, fields: dict[
 def test_anthropic_s_message_has_its_form(server: Running) -> None:
     client = anthropic_client(server)
     cached = [{"type": "text", "text": "Be short. " * 200, "cache_control": {"type": "ephemeral"}}]
-    asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "system": cached, "max_tokens": 5,
-                             "metadata": {"user_id": "me"}, "extra_body": {"banned": [0]}}
-    first, second = client.messages.create(**asked), client.messages.create(**asked)
+    fields: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "system": cached, "max_tokens": 5,
+                              "metadata": {"user_id": "me"}, "extra_body": {"banned": [0]}}
+    first, second = client.messages.create(**fields), client.messages.create(**fields)
     assert (first.type, first.role, first.model, first.stop_reason) == ("message", "assistant", "tiny", "max_tokens")
     assert first.usage.output_tokens == 5
     assert first.usage.cache_read_input_tokens == 0 < first.usage.input_tokens
     assert second.usage.cache_read_input_tokens + second.usage.input_tokens == first.usage.input_tokens
     assert second.usage.cache_read_input_tokens > 2000
-    counted = client.messages.count_tokens(model="tiny", messages=QUESTION, system=cached)
-    assert counted.input_tokens == first.usage.input_tokens
+    count = client.messages.count_tokens(model="tiny", messages=QUESTION, system=cached)
+    assert count.input_tokens == first.usage.input_tokens
     model, = client.models.list()
     assert (model.id, model.type) == ("tiny", "model")
 
@@ -276,16 +276,16 @@ def test_anthropic_has_thoughts_and_calls(writer: Running, stream: bool) -> None
 def test_anthropic_takes_back_its_own_blocks(writer: Running) -> None:
     """The result of a tool comes before the question, which the model answers with thoughts."""
     client = anthropic_client(writer)
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "extra_body": {"temperature": 0},
-                             "tools": TOOL}
+    fields: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "extra_body": {"temperature": 0},
+                              "tools": TOOL}
     question = {"role": "user", "content": "1"}
-    answer = client.messages.create(messages=[question], **asked)
+    answer = client.messages.create(messages=[question], **fields)
     call = next(block for block in answer.content if block.type == "tool_use")
     results = [{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "rain"}], "is_error": True},
                {"type": "text", "text": "4", "cache_control": {"type": "ephemeral"}}]
     thinking = [{"type": "thinking", "thinking": "Hm", "signature": "x"}, {"type": "redacted_thinking", "data": "xyz"}]
     history = [question, {"role": "assistant", "content": [*thinking, *answer.content]}, {"role": "user", "content": results}]
-    assert client.messages.create(messages=history, **asked).content[0].thinking == "One, two."
+    assert client.messages.create(messages=history, **fields).content[0].thinking == "One, two."
 
 
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
@@ -344,24 +344,24 @@ BODIES: dict[str, dict[str, Any]] = {
 OPTIONS = ("num_predict", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed", "stop", "num_ctx", "mirostat")
 
 
-def malformed(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
-    """Requests with one to three fields of another value or type; some cut off."""
-    drawn = random.Random(seed)
+def malformed_requests(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
+    """Yields requests in which one to three fields have another value or type. Some requests are cut off."""
+    rng = random.Random(seed)
     for _ in range(count):
-        path = drawn.choice([*BODIES])
+        path = rng.choice([*BODIES])
         body = json.loads(json.dumps(BODIES[path]))
-        for _ in range(drawn.randint(1, 3)):
-            if path.startswith("/api/") and "options" in body and drawn.random() < 0.3:
-                body["options"] = {drawn.choice(OPTIONS): drawn.choice(VALUES)}
+        for _ in range(rng.randint(1, 3)):
+            if path.startswith("/api/") and "options" in body and rng.random() < 0.3:
+                body["options"] = {rng.choice(OPTIONS): rng.choice(VALUES)}
             else:
-                body[drawn.choice([*BODIES[path]])] = drawn.choice(VALUES)
+                body[rng.choice([*BODIES[path]])] = rng.choice(VALUES)
         content = json.dumps(body).encode()
-        yield path, content[:drawn.randrange(len(content))] if drawn.random() < 0.1 else content
+        yield path, content[:rng.randrange(len(content))] if rng.random() < 0.1 else content
 
 
 @pytest.mark.parametrize(("count", "seed"), [(60, 0), pytest.param(1000, 1, marks=pytest.mark.soak)])
 def test_malformed_requests_are_no_failures(server: Running, g1: Running, count: int, seed: int) -> None:
-    for number, (path, content) in enumerate(malformed(count, seed)):
+    for number, (path, content) in enumerate(malformed_requests(count, seed)):
         answer = httpx.post((g1 if number % 2 else server).url + path, content=content, timeout=60)
         assert answer.status_code < 500, (path, content, answer.text)
         assert answer.status_code == 200 or (answer.json()["error"] and answer.json().get("type") != "message"), (path, content)
@@ -370,7 +370,10 @@ def test_malformed_requests_are_no_failures(server: Running, g1: Running, count:
 
 @pytest.mark.soak
 def test_64_clients_of_three_kinds_have_equal_shares(start: Callable[..., Running]) -> None:
-    """Each client asks again and again for texts of one length, for the same seconds. Jain's index of their tokens."""
+    """Each client asks again and again for texts of one length, during the same 20 seconds.
+
+    Jain's index measures how equal the numbers of their tokens are.
+    """
     server = start("max_rows=64", "max_queue=0")
     bodies = [("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 20, "banned": [0]}),
               ("/api/chat", {"messages": QUESTION, "options": {"num_predict": 20}, "stream": False}),

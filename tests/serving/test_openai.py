@@ -1,4 +1,4 @@
-"""The official client against the real server: what it gets is what generate gives."""
+"""Tests that the official client gets from the real server what generate gives."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ MODEL = "tiny"
 BYTES = ByteTokenizer()
 
 
-def expected(model: RWKV, prompt: str, n: int, seed: int = 0, **options: Any) -> Any:
+def sample_of(model: RWKV, prompt: str, n: int, seed: int = 0, **options: Any) -> Any:
     sample, = generate_batch(model, BYTES, [prompt], n, seeds=[seed], **{"temperature": 1.0, "top_p": 1.0, **options})
     return sample
 
@@ -32,9 +32,9 @@ def test_models(client: "openai.OpenAI") -> None:
     assert [each.id for each in models] == [MODEL]
     assert models._request_id.startswith("req_")
     assert client.models.retrieve(MODEL).id == client.models.retrieve(f"gateway/{MODEL}").id == MODEL
-    with pytest.raises(openai.NotFoundError) as refused:
+    with pytest.raises(openai.NotFoundError) as error:
         client.models.retrieve("other")
-    assert refused.value.code == "model_not_found"
+    assert error.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize("options", [
@@ -44,10 +44,10 @@ def test_models(client: "openai.OpenAI") -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_completion_is_what_generate_gives(client: "openai.OpenAI", model: RWKV, options: dict[str, Any],
                                              stream: bool) -> None:
-    wanted = {**options, **options.get("extra_body", {}), "logit_bias": {int(k): v for k, v in
+    sampling = {**options, **options.get("extra_body", {}), "logit_bias": {int(k): v for k, v in
                                                                         options.get("logit_bias", {}).items()}}
-    wanted.pop("extra_body", None)
-    sample = expected(model, "once", 30, 7, **wanted)
+    sampling.pop("extra_body", None)
+    sample = sample_of(model, "once", 30, 7, **sampling)
     answer = client.completions.create(model=MODEL, prompt="once", max_tokens=30, seed=7, stream=stream, **options)
     if stream:
         chunks = list(answer)
@@ -60,7 +60,7 @@ def test_a_completion_is_what_generate_gives(client: "openai.OpenAI", model: RWK
 
 
 def test_a_text_in_company_is_the_text_alone(client: "openai.OpenAI", model: RWKV) -> None:
-    """12 clients with prompts, lengths and seeds of their own, streams among them; more than may run and wait."""
+    """12 clients, some with streams, send prompts, lengths and seeds of their own. They are more than may run and wait."""
     import openai
 
     def ask(seed: int) -> str:
@@ -76,14 +76,14 @@ def test_a_text_in_company_is_the_text_alone(client: "openai.OpenAI", model: RWK
 
     with ThreadPoolExecutor(12) as threads:
         texts = list(threads.map(ask, range(12)))
-    assert texts == [expected(model, "a prompt " * (1 + 7 * seed % 40), 5 + 9 * seed % 50, seed).text for seed in range(12)]
+    assert texts == [sample_of(model, "a prompt " * (1 + 7 * seed % 40), 5 + 9 * seed % 50, seed).text for seed in range(12)]
 
 
 def test_several_prompts_and_several_texts_of_each(client: "openai.OpenAI", model: RWKV) -> None:
     prompts = ["ab", "c", "c"]
     answer = client.completions.create(model=MODEL, prompt=prompts[:2], n=2, max_tokens=6, seed=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert [choice.text for choice in answer.choices] == [expected(model, prompt, 6, seed).text
+    assert [choice.text for choice in answer.choices] == [sample_of(model, prompt, 6, seed).text
                                                           for prompt in prompts[:2] for seed in (3, 4)]
     assert answer.usage.prompt_tokens == 3, "the prompt of n texts counts once"
     assert client.completions.create(model=MODEL, prompt=prompts, max_tokens=1).usage.prompt_tokens == 4
@@ -93,20 +93,20 @@ def test_several_prompts_and_several_texts_of_each(client: "openai.OpenAI", mode
 
 def test_echo_and_logprobs(client: "openai.OpenAI", model: RWKV) -> None:
     answer = client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=3, max_tokens=2, seed=1)
-    found, sample = answer.choices[0].logprobs, expected(model, "abc", 2, 1)
+    logprobs, sample = answer.choices[0].logprobs, sample_of(model, "abc", 2, 1)
     assert answer.choices[0].text == "abc" + sample.text
-    assert found.tokens[:3] == ["a", "b", "c"]
-    assert found.token_logprobs[0] is None
-    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 5
-    for token, logprob, top in zip(found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True):
+    assert logprobs.tokens[:3] == ["a", "b", "c"]
+    assert logprobs.token_logprobs[0] is None
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == len(logprobs.text_offset) == 5
+    for token, logprob, top in zip(logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True):
         assert top[token] == logprob
         assert 3 <= len(top) <= 4
-    assert found.text_offset[:3] == [0, 1, 2]
+    assert logprobs.text_offset[:3] == [0, 1, 2]
     bytewise = client.completions.create(model=MODEL, prompt="aéb", echo=True, logprobs=1, max_tokens=1, seed=1).choices[0]
-    assert bytewise.logprobs.text_offset == [0, 1, 1, 2, 3]      # both bytes of a character are where it begins
+    assert bytewise.logprobs.text_offset == [0, 1, 1, 2, 3]      # both bytes have the offset of their character
     streamed = list(client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=3, max_tokens=2, seed=1,
                                               stream=True))
-    assert streamed[-1].choices[0].logprobs.tokens == found.tokens
+    assert streamed[-1].choices[0].logprobs.tokens == logprobs.tokens
     only = client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=1, max_tokens=0).choices[0]
     assert (only.text, len(only.logprobs.tokens)) == ("abc", 3)
     long = client.completions.create(model=MODEL, prompt="abc" * 150, echo=True, logprobs=1, max_tokens=0).choices[0]
@@ -121,7 +121,7 @@ def test_chat(client: "openai.OpenAI", model: RWKV) -> None:
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     answer = client.chat.completions.create(model=MODEL, messages=messages, max_completion_tokens=12, seed=5, logprobs=True,
                                             top_logprobs=2)
-    sample = expected(model, "System: be\n\nUser: hi\n\nAssistant:", 12, 5, stop=["\n\n"])
+    sample = sample_of(model, "System: be\n\nUser: hi\n\nAssistant:", 12, 5, stop=["\n\n"])
     choice = answer.choices[0]
     assert choice.message.content == sample.text.lstrip()
     assert len(choice.logprobs.content) == len(sample.tokens)
@@ -136,35 +136,37 @@ def test_chat(client: "openai.OpenAI", model: RWKV) -> None:
 
 def test_each_turn_of_a_chat_reads_only_what_is_new(client: "openai.OpenAI", model: RWKV) -> None:
     """What the last turn has read is cached: its prompt and its answer, but not the answer's last token, which was only drawn.
-    Where the template shows the answer in another way, as by the space that it sets before each, the prompt alone is of use.
+
+    Where the template writes an answer in another way than the model, as by the space before each answer, only the prompt is of
+    use.
     """
     messages: list[dict[str, str]] = []
-    shown, prompt, read = "", "", ""
+    rendered, prompt, read = "", "", ""
     cached: list[int] = []
-    found = set()
+    outcomes = set()
     for turn in range(20):
         messages.append({"role": "user", "content": f"question {turn}"})
-        shown += f"User: question {turn}\n\nAssistant:"
+        rendered += f"User: question {turn}\n\nAssistant:"
         answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, seed=turn,
                                                 logit_bias={"32": 100, "97": 100})
         usage, choice = answer.usage, answer.choices[0]
-        assert usage.prompt_tokens == len(shown)
+        assert usage.prompt_tokens == len(rendered)
         cached.append(usage.prompt_tokens_details.cached_tokens)
         if turn:
-            assert cached[-1] == (len(read) if shown.startswith(read) else len(prompt))
-            found.add(shown.startswith(read))
-        written = expected(model, shown, 8, turn, stop=["\n\n"], logit_bias={32: 100, 97: 100})
-        prompt, read = shown, shown + BYTES.decode(written.tokens[:-1])
+            assert cached[-1] == (len(read) if rendered.startswith(read) else len(prompt))
+            outcomes.add(rendered.startswith(read))
+        sample = sample_of(model, rendered, 8, turn, stop=["\n\n"], logit_bias={32: 100, 97: 100})
+        prompt, read = rendered, rendered + BYTES.decode(sample.tokens[:-1])
         messages.append({"role": "assistant", "content": choice.message.content})
-        shown += f" {choice.message.content.strip()}\n\n"
+        rendered += f" {choice.message.content.strip()}\n\n"
     assert cached[1:] == sorted({*cached[1:]}), "it grows in each turn"
-    assert found == {True, False}
+    assert outcomes == {True, False}
 
 
 def test_tokenizer(server: Running) -> None:
-    found = httpx.post(f"{server.url}/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
-    assert found == {"tokens": [*"aé".encode()], "count": 3, "max_model_len": 32768,
-                     "token_strs": ["a", "token_id:195", "token_id:169"]}
+    answer = httpx.post(f"{server.url}/tokenize", json={"prompt": "aé", "return_token_strs": True}).json()
+    assert answer == {"tokens": [*"aé".encode()], "count": 3, "max_model_len": 32768,
+                      "token_strs": ["a", "token_id:195", "token_id:169"]}
     assert httpx.post(f"{server.url}/detokenize", json={"tokens": [*"aé".encode()]}).json() == {"prompt": "aé"}
     assert httpx.get(f"{server.url}/tokenizer_info").json()["eos_token_id"] == 0
 
@@ -180,13 +182,16 @@ def test_what_a_server_tells_of_itself(server: Running) -> None:
 
 
 def test_log_probabilities_of_several_texts_are_the_same_again(client: "openai.OpenAI") -> None:
-    """To the last bit, whole or as a stream: the texts of a request begin together, and products of more rows may differ."""
+    """The log-probabilities are the same to the last bit, whole or as a stream, because the texts of a request begin together.
+
+    Products of more rows may differ in their last bits.
+    """
     for seed in range(8):
-        asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "x" * (7 * seed + 1)}], "n": 3,
-                                 "seed": seed, "temperature": 1.5, "logprobs": True, "top_logprobs": 5, "max_tokens": 9}
-        whole = {choice.index: choice.logprobs.content for choice in client.chat.completions.create(**asked).choices}
+        fields: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "x" * (7 * seed + 1)}], "n": 3,
+                                  "seed": seed, "temperature": 1.5, "logprobs": True, "top_logprobs": 5, "max_tokens": 9}
+        whole = {choice.index: choice.logprobs.content for choice in client.chat.completions.create(**fields).choices}
         streamed: dict[int, list[Any]] = {index: [] for index in whole}
-        for chunk in client.chat.completions.create(stream=True, **asked):
+        for chunk in client.chat.completions.create(stream=True, **fields):
             for choice in chunk.choices:
                 streamed[choice.index] += choice.logprobs.content if choice.logprobs else []
         assert streamed == whole

@@ -1,4 +1,4 @@
-"""The server's description of itself: every address, with the schemas of its bodies, without a server."""
+"""Tests that the server's OpenAPI document has every address and the schemas of bodies, without a server."""
 
 import msgspec
 
@@ -9,5 +9,5 @@ def test_every_endpoint_is_described() -> None:
     document = msgspec.json.decode(msgspec.json.encode(openapi.document(api.ENDPOINTS)))
     assert {endpoint.path.replace(":path", "") for endpoint in api.ENDPOINTS} == set(document["paths"])
     for endpoint in api.ENDPOINTS:
-        described = document["paths"][endpoint.path.replace(":path", "")][endpoint.method.lower()]
-        assert ("requestBody" in described) == (endpoint.body is not None)
+        operation = document["paths"][endpoint.path.replace(":path", "")][endpoint.method.lower()]
+        assert ("requestBody" in operation) == (endpoint.body is not None)

@@ -1,4 +1,4 @@
-"""The page in Chromium: it tells of the model, streams, branches, keeps states, and shows a model's words as text."""
+"""Tests of the page in Chromium: it describes the model, streams, branches, keeps states, and shows a model's words as text."""
 
 import importlib.util
 import json
@@ -18,9 +18,9 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 CHROMIUM = Path("/usr/bin/chromium")
-SEEN = importlib.util.find_spec("playwright") is not None and CHROMIUM.is_file()
+INSTALLED = importlib.util.find_spec("playwright") is not None and CHROMIUM.is_file()
 pytestmark = [pytest.mark.programs,
-              pytest.mark.skipif(not SEEN, reason="needs Debian's /usr/bin/chromium and the package playwright")]
+              pytest.mark.skipif(not INSTALLED, reason="needs Debian's /usr/bin/chromium and the package playwright")]
 CHAT, COMPLETIONS = "**/v1/chat/completions", "**/v1/completions"
 
 
@@ -35,31 +35,37 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def opened(browser: Any) -> Iterator[Callable[[str], Any]]:
-    """opened(url) -> the page there, which asks nobody else for anything and has no errors of its own."""
+def open_page(browser: Any) -> Iterator[Callable[[str], Any]]:
+    """Yields open_page(url), which opens the page there.
+
+    Asserts that the page asks no other address for anything and has no errors of its own.
+    """
     errors: list[str] = []
     context = browser.new_context()
 
-    def opened(url: str) -> Any:
-        shown = context.new_page()
-        shown.set_default_timeout(20_000)
-        shown.on("pageerror", lambda error: errors.append(str(error)))
-        shown.on("request", lambda request: errors.extend([] if request.url.startswith(url) else [request.url]))
-        shown.goto(url)
-        return shown
+    def open_page(url: str) -> Any:
+        page = context.new_page()
+        page.set_default_timeout(20_000)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: errors.extend([] if request.url.startswith(url) else [request.url]))
+        page.goto(url)
+        return page
 
-    yield opened
+    yield open_page
     context.close()
     assert errors == []
 
 
 @pytest.fixture
-def page(opened: Callable[[str], Any], server: Running) -> Any:
-    return opened(server.url)
+def page(open_page: Callable[[str], Any], server: Running) -> Any:
+    return open_page(server.url)
 
 
-def changed(page: Any, path: str = CHAT, **fields: Any) -> list[dict[str, Any]]:
-    """Requests there have these fields, too, from now on. The requests as the page sends them."""
+def add_fields(page: Any, path: str = CHAT, **fields: Any) -> list[dict[str, Any]]:
+    """Adds the fields to each later request of the page to `path`.
+
+    Returns a list of the requests as the page sends them.
+    """
     sent: list[dict[str, Any]] = []
 
     def change(route: Any) -> None:
@@ -71,18 +77,18 @@ def changed(page: Any, path: str = CHAT, **fields: Any) -> list[dict[str, Any]]:
     return sent
 
 
-def writes(page: Any, text: str) -> list[dict[str, Any]]:
-    """The model's answers are this text from now on."""
-    return changed(page, grammar={"syntax": "lark", "definition": f"start: {json.dumps(text)}"})
+def answer_with(page: Any, text: str) -> list[dict[str, Any]]:
+    """Makes the model answer this text from now on."""
+    return add_fields(page, grammar={"syntax": "lark", "definition": f"start: {json.dumps(text)}"})
 
 
 def say(page: Any, text: str) -> None:
     page.get_by_label("Message").fill(text)
     page.get_by_label("Message").press("Enter")
-    done(page)
+    wait_until_done(page)
 
 
-def done(page: Any) -> None:
+def wait_until_done(page: Any) -> None:
     wait_until(lambda: page.locator("#stop-button").is_disabled())
 
 
@@ -92,7 +98,7 @@ def turns(page: Any) -> list[str]:
 
 def press(page: Any, name: str, which: int = 0) -> None:
     page.get_by_role("button", name=name, exact=True).nth(which).click()
-    done(page)
+    wait_until_done(page)
 
 
 def test_the_first_view(page: Any, server: Running) -> None:
@@ -103,19 +109,19 @@ def test_the_first_view(page: Any, server: Running) -> None:
     for fact in (model["meta"]["generation"], f"{model['meta']['parameters']:,}", model["meta"]["template"]):
         assert fact in facts
     assert page.get_by_label("Temperature").get_attribute("placeholder") == str(int(model["meta"]["defaults"]["temperature"]))
-    sent = writes(page, "yes")
+    sent = answer_with(page, "yes")
     prompts = first.get_by_role("button")
     assert prompts.count() == 3
-    asked = prompts.first.text_content()
+    question = prompts.first.text_content()
     prompts.first.click()
-    done(page)
-    assert turns(page) == [asked, "yes"]
+    wait_until_done(page)
+    assert turns(page) == [question, "yes"]
     assert not first.is_visible()
     assert {"temperature", "top_p", "max_tokens", "seed", "stop"}.isdisjoint(sent[0])
 
 
 def test_a_conversation(page: Any) -> None:
-    changed(page, max_tokens=8, logit_bias=LETTERS)
+    add_fields(page, max_tokens=8, logit_bias=LETTERS)
     say(page, "<b>hello</b>")
     first = turns(page)
     assert first[0] == "<b>hello</b>"
@@ -132,32 +138,33 @@ def test_a_conversation(page: Any) -> None:
 
 def test_stop_ends_a_text(page: Any, server: Running) -> None:
     page.get_by_role("tab", name="Completion").click()
-    changed(page, COMPLETIONS, max_tokens=50000, logit_bias=LETTERS)
+    add_fields(page, COMPLETIONS, max_tokens=50000, logit_bias=LETTERS)
     page.get_by_label("Text to continue").fill("once")
     page.get_by_role("button", name="Continue").click()
     wait_until(lambda: len(page.get_by_label("Text to continue").input_value()) > 20)
-    page.evaluate("document.getElementById('stop-button').click()")      # at once, however busy the page is with the text
+    # this clicks at once, however busy the page is with the text
+    page.evaluate("document.getElementById('stop-button').click()")
     wait_until(lambda: server.running_texts() == 0)
-    done(page)
+    wait_until_done(page)
     text = page.get_by_label("Text to continue").input_value()
     assert text.startswith("once")
     assert len(text) < 50000
 
 
 def test_stop_keeps_what_was_written(page: Any, server: Running) -> None:
-    changed(page, max_tokens=50000, logit_bias=LETTERS)
+    add_fields(page, max_tokens=50000, logit_bias=LETTERS)
     page.get_by_label("Message").fill("on and on")
     page.get_by_label("Message").press("Enter")
     wait_until(lambda: len(page.locator("article.assistant .text").text_content()) > 20)
     page.get_by_role("button", name="Stop").click()
     wait_until(lambda: server.running_texts() == 0)
-    done(page)
+    wait_until_done(page)
     assert len(turns(page)[1]) > 20
     assert not page.locator("#error").is_visible()
 
 
 def test_an_error_leaves_all_as_it_was(page: Any) -> None:
-    writes(page, "yes")
+    answer_with(page, "yes")
     say(page, "one")
     page.get_by_text("Settings").click()
     page.get_by_label("Temperature").fill("1000")
@@ -169,37 +176,37 @@ def test_an_error_leaves_all_as_it_was(page: Any) -> None:
     page.get_by_role("tab", name="Chat").click()
     assert turns(page) == ["one", "yes"]
     assert page.get_by_label("Message").input_value() == "two"
-    press(page, "Retry")                 # of an answer that is there
+    press(page, "Retry")                 # this asks again for an answer that is there
     assert turns(page) == ["one", "yes"]
     page.get_by_label("Temperature").fill("")
     page.get_by_role("button", name="Send").click()
-    done(page)
+    wait_until_done(page)
     assert turns(page) == ["one", "yes", "two", "yes"]
     assert not page.locator("#error").is_visible()
 
 
-def test_wrong_json_is_said_beside_its_field(page: Any) -> None:
+def test_wrong_json_is_reported_beside_its_field(page: Any) -> None:
     page.get_by_text("Settings").click()
     for field, wrong in (("schema", "{"), ("schema", "[]"), ("schema", '{"type": 3}'), ("tools", "[1,"), ("tools", "{}"),
                          ("tools", "[3]"), ("tools", "[]")):
-        before, said = turns(page), page.locator(f"#{field}-wrong")
+        before, message = turns(page), page.locator(f"#{field}-wrong")
         page.unroute(CHAT)
         page.locator(f"#{field}").fill(wrong)
         say(page, "one")
-        wait_until(said.is_visible)
-        assert said.text_content()
+        wait_until(message.is_visible)
+        assert message.text_content()
         assert turns(page) == before
         assert page.get_by_label("Message").input_value() == "one"
         assert not page.locator("#error").is_visible()
         page.locator(f"#{field}").fill("")
-        writes(page, "yes")
+        answer_with(page, "yes")
         say(page, "one")
         assert turns(page) == [*before, "one", "yes"]
-        assert not said.is_visible()
+        assert not message.is_visible()
 
 
-def test_a_schema_and_tools_are_sent(opened: Callable[[str], Any], g1: Running) -> None:
-    page = opened(g1.url)
+def test_a_schema_and_tools_are_sent(open_page: Callable[[str], Any], g1: Running) -> None:
+    page = open_page(g1.url)
     page.get_by_text("Settings").click()
     page.locator("#schema").fill(json.dumps({"type": "object", "properties": {"a_b_c": {"enum": [7]}}, "required": ["a_b_c"],
                                              "additionalProperties": False}))
@@ -208,22 +215,22 @@ def test_a_schema_and_tools_are_sent(opened: Callable[[str], Any], g1: Running) 
     page.locator("#schema").fill("")
     page.locator("#tools").fill(json.dumps([{"type": "function", "function": {"name": "clock", "parameters": {
         "type": "object", "properties": {}, "additionalProperties": False}}}]))
-    changed(page, tool_choice="required")
+    add_fields(page, tool_choice="required")
     say(page, "what time is it?")
     assert "clock({" in turns(page)[-1]
-    sent = changed(page, max_tokens=4, tool_choice="none", logit_bias=LETTERS)
+    sent = add_fields(page, max_tokens=4, tool_choice="none", logit_bias=LETTERS)
     say(page, "12:00")
     assert sent[0]["messages"][-1]["role"] == "tool"
     assert turns(page)[-2] == "12:00"
     assert len(turns(page)[-1]) == 4
 
 
-def test_the_server_goes_away_and_comes_back(opened: Callable[[str], Any], start: Callable[..., Running]) -> None:
+def test_the_server_goes_away_and_comes_back(open_page: Callable[[str], Any], start: Callable[..., Running]) -> None:
     server = start()
-    page = opened(server.url)
-    writes(page, "yes")
+    page = open_page(server.url)
+    answer_with(page, "yes")
     say(page, "one")
-    changed(page, max_tokens=4096, logit_bias=LETTERS)
+    add_fields(page, max_tokens=4096, logit_bias=LETTERS)
     page.get_by_label("Message").fill("two")
     page.get_by_label("Message").press("Enter")
     wait_until(lambda: len(turns(page)) == 4 and len(turns(page)[3]) > 20)
@@ -237,15 +244,15 @@ def test_the_server_goes_away_and_comes_back(opened: Callable[[str], Any], start
     assert page.get_by_label("Message").input_value() == "three"
     start(f"port={server.port}")
     wait_until(lambda: not page.locator("#error").is_visible())
-    sent = writes(page, "yes")
+    sent = answer_with(page, "yes")
     page.get_by_role("button", name="Send").click()
-    done(page)
+    wait_until_done(page)
     assert turns(page) == [*written, "three", "yes"]
     assert "state" not in sent[-1]       # the states are gone with the server that had them
 
 
 def test_branches_read_nothing_again(page: Any) -> None:
-    sent = writes(page, "yes")
+    sent = answer_with(page, "yes")
     for text in ("one", "two", "three"):
         say(page, text)
     assert [message["content"] for message in sent[-1]["messages"]] == ["three"]
@@ -268,17 +275,17 @@ def test_branches_read_nothing_again(page: Any) -> None:
 
 
 def test_a_message_before_the_facts_are_there_keeps_its_state(page: Any) -> None:
-    held: list[Any] = []
-    page.route("**/v1/models", lambda route: held.append(route))
+    routes: list[Any] = []
+    page.route("**/v1/models", lambda route: routes.append(route))
     page.reload()
-    sent = writes(page, "yes")
+    sent = answer_with(page, "yes")
     page.get_by_label("Message").fill("one")
     page.get_by_label("Message").press("Enter")
-    wait_until(lambda: page.locator("article").count() == 2 and (len(held) == 2 or bool(sent)))
+    wait_until(lambda: page.locator("article").count() == 2 and (len(routes) == 2 or bool(sent)))
     page.unroute("**/v1/models")
-    for route in held:
+    for route in routes:
         route.continue_()
-    done(page)
+    wait_until_done(page)
     say(page, "two")
     assert turns(page) == ["one", "yes", "two", "yes"]
     assert [message["content"] for message in sent[-1]["messages"]] == ["two"]
@@ -287,21 +294,21 @@ def test_a_message_before_the_facts_are_there_keeps_its_state(page: Any) -> None
 def test_states_are_saved_opened_and_deleted(page: Any, server: Running) -> None:
     before = {state["id"] for state in httpx.get(f"{server.url}/v1/states").json()["data"]}
 
-    def kept() -> set[str]:
+    def new_states() -> set[str]:
         return {state["id"] for state in httpx.get(f"{server.url}/v1/states").json()["data"]} - before
 
-    sent = writes(page, "yes")
+    sent = answer_with(page, "yes")
     say(page, "one")
     say(page, "two")
     press(page, "Save", 1)
     wait_until(lambda: page.locator("#kept nav").count() == 1)
     page.get_by_role("button", name="Clear").click()
     assert turns(page) == []
-    wait_until(lambda: len(kept()) == 1)                 # the states that were not saved are deleted
+    wait_until(lambda: len(new_states()) == 1)                 # the states that were not saved are deleted
     page.get_by_role("button", name="Open").click()
     assert turns(page) == ["one", "yes", "two", "yes"]
     say(page, "three")
-    assert sent[-1]["state"] in kept()
+    assert sent[-1]["state"] in new_states()
     assert [message["content"] for message in sent[-1]["messages"]] == ["three"]
     with page.expect_download() as downloaded:
         page.get_by_role("button", name="File", exact=True).click()
@@ -321,7 +328,7 @@ def test_a_state_of_unknown_length_is_listed_by_its_size(page: Any, model: RWKV,
     page.get_by_text("States", exact=True).click()
     page.get_by_label("State file").set_input_files(path)
     wait_until(lambda: len(turns(page)) == 1)
-    writes(page, "yes")
+    answer_with(page, "yes")
     say(page, "one")
     press(page, "Save")
     listed = page.locator("#kept nav span")
@@ -350,7 +357,7 @@ the end"""
 
 
 def test_markdown_becomes_nodes(page: Any) -> None:
-    writes(page, MARKDOWN)
+    answer_with(page, MARKDOWN)
     say(page, "show")
     text = page.locator("article.assistant .text")
     assert text.locator("h3 em").text_content() == "title"
@@ -390,7 +397,7 @@ WIDTHS = (320, 400, 1600)
 
 
 def fits(page: Any) -> bool:
-    """At every width."""
+    """Asserts that everything fits at every width, and returns True."""
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 700})
         assert page.evaluate(SIZES) == {"wide": [], "high": [], "outside": []}, width
@@ -399,7 +406,7 @@ def fits(page: Any) -> bool:
 
 def test_a_narrow_window(page: Any) -> None:
     assert fits(page)
-    writes(page, MARKDOWN.replace("# kept", "x" * 300).replace("| a |", f"| {'a' * 200} |").replace("Some", "y" * 300))
+    answer_with(page, MARKDOWN.replace("# kept", "x" * 300).replace("| a |", f"| {'a' * 200} |").replace("Some", "y" * 300))
     say(page, "w" * 300)
     press(page, "Retry")
     say(page, "next")

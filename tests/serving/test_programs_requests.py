@@ -1,4 +1,7 @@
-"""Requests that programs sent to this server when they were tried (docs/clients.md), with shorter texts and fewer tools."""
+"""Tests of requests that programs sent when they were tried with this server, with shorter texts and fewer tools.
+
+docs/clients.md lists the programs.
+"""
 
 import json
 from typing import Any
@@ -6,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from serving_runs import Running
-from test_limits import refused
+from test_limits import check_error
 
 pytestmark = pytest.mark.programs
 HELLO = [{"role": "user", "content": "hello"}]
@@ -147,14 +150,14 @@ def test_other_servers_names_of_an_option_have_its_effect(g1: Running) -> None:
 def test_an_option_that_only_other_servers_have_must_be_off(g1: Running, field: str, value: Any) -> None:
     for path, body in (("completions", {"prompt": "a", "max_tokens": 1}), ("chat/completions", {"messages": HELLO}),
                        ("responses", {"input": "a", "max_output_tokens": 1})):
-        refused(httpx.post(f"{g1.url}/v1/{path}", json={**body, field: value}, timeout=60), field)
+        check_error(httpx.post(f"{g1.url}/v1/{path}", json={**body, field: value}, timeout=60), field)
 
 
 def test_two_names_of_an_option_must_agree(g1: Running) -> None:
     for one, other in (({"repetition_penalty": 1.1}, {"repeat_penalty": 1.2}), ({"think": False}, {"enable_thinking": True}),
                        ({"response_format": {"type": "json_object"}}, {"format": "json"})):
         answer = httpx.post(f"{g1.url}/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1, **one, **other})
-        refused(answer)
+        check_error(answer)
         assert "conflicts" in answer.json()["error"]["message"]
 
 

@@ -1,4 +1,4 @@
-"""The queue before the engine: who starts, who waits, and who is refused."""
+"""Tests of the queue before the engine: who starts, who waits, and who is refused."""
 
 import pytest
 

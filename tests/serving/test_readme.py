@@ -1,4 +1,7 @@
-"""The README's and docs/serve.md's lines for OpenAI's client, and the example that serves and calls, on a small model."""
+"""Runs the lines for OpenAI's client of README.md and docs/serve.md, and the example that serves and calls.
+
+All use a small model.
+"""
 
 import re
 import subprocess
@@ -35,6 +38,6 @@ def test_the_page_on_serving_s_client_gets_an_answer(server: Running) -> None:
 def test_the_example_serves_and_calls(checkpoint: Path, tmp_path: Path) -> None:
     pytest.importorskip("openai")
     command = [sys.executable, str(ROOT / "examples" / "serve_and_call.py"), str(checkpoint), "tokenizer=byte"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "stream: " in done.stdout
+    result = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "stream: " in result.stdout

@@ -1,4 +1,4 @@
-"""OpenAI's Responses, by the official client against the real server."""
+"""Tests of OpenAI's Responses by the official client, against the real server."""
 
 import json
 from typing import TYPE_CHECKING, Any, Literal
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import httpx
 import pytest
 from serving_runs import LETTERS
-from test_limits import refused
+from test_limits import check_error
 from test_tools import TOOLS
 
 from rwkv.serving.responses.items import input_items, messages_of
@@ -19,7 +19,7 @@ FUNCTIONS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOO
 
 
 def read_of(response: Any) -> int:
-    """The tokens that were read for it."""
+    """Returns the number of prompt tokens that were read for the response and not cached."""
     return int(response.usage.input_tokens - response.usage.input_tokens_details.cached_tokens)
 
 
@@ -110,12 +110,12 @@ def test_responses_are_kept_listed_and_deleted(client: "openai.OpenAI", api: htt
     for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
         with pytest.raises(openai.NotFoundError):
             call(response.id)
-    unkept = client.responses.create(model="tiny", input="a", max_output_tokens=3, store=False)
+    not_stored = client.responses.create(model="tiny", input="a", max_output_tokens=3, store=False)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(unkept.id)
+        client.responses.retrieve(not_stored.id)
     assert len(api.get("/states").json()["data"]) == states - 1
     with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="tiny", input="a", previous_response_id=unkept.id)
+        client.responses.create(model="tiny", input="a", previous_response_id=not_stored.id)
 
 
 def test_where_the_state_is_gone_all_is_read_again(client: "openai.OpenAI", api: httpx.Client) -> None:
@@ -185,9 +185,9 @@ def test_log_probabilities_are_those_of_the_text(client: "openai.OpenAI") -> Non
 
 
 def test_what_no_answer_of_this_server_has_may_be_included(client: "openai.OpenAI") -> None:
-    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 5, "extra_body": {"seed": 1}}
+    request: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 5, "extra_body": {"seed": 1}}
     include: Any = ["reasoning.encrypted_content", "web_search_call.action.sources", "file_search_call.results"]
-    assert client.responses.create(**asked, include=include).output_text == client.responses.create(**asked).output_text
+    assert client.responses.create(**request, include=include).output_text == client.responses.create(**request).output_text
 
 
 def test_a_schema_holds_and_is_parsed(client: "openai.OpenAI") -> None:
@@ -207,7 +207,7 @@ def test_a_schema_holds_and_is_parsed(client: "openai.OpenAI") -> None:
 
 
 def test_items_are_messages() -> None:
-    given = [{"role": "developer", "content": "be"}, {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    items = [{"role": "developer", "content": "be"}, {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
              {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
              {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
              {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
@@ -216,7 +216,7 @@ def test_items_are_messages() -> None:
              {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "d"}]},
              {"role": "assistant", "content": "e"}, {"role": "assistant", "content": "f"}]
     calls = [{"id": each, "type": "function", "function": {"name": name, "arguments": "{}"}} for each, name in ("1f", "2g")]
-    assert messages_of(input_items(given)) == [
+    assert messages_of(input_items(items)) == [
         {"role": "developer", "content": "be"}, {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b", "reasoning_content": "hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "1", "content": "c"}, {"role": "tool", "tool_call_id": "2", "content": "d"},
@@ -241,7 +241,7 @@ def test_reasoning_without_text_changes_nothing(items: list[dict[str, Any]]) -> 
 
 
 def test_what_is_written_around_calls_is_one_answer() -> None:
-    """Its results follow the message with the calls, as templates expect."""
+    """The results of calls follow the message with the calls, as templates expect."""
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
     after = {"role": "assistant", "content": "c"}
     answer, tool = messages_of(input_items([thought, thought, ANSWER, CALL, after, RESULT]))
@@ -274,23 +274,23 @@ WRONG: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda each: str(each)[:30])
 def test_a_wrong_field_is_named(api: httpx.Client, field: str, value: Any) -> None:
-    refused(api.post("/responses", json={"input": "a", "max_output_tokens": 1, field: value}), field)
+    check_error(api.post("/responses", json={"input": "a", "max_output_tokens": 1, field: value}), field)
 
 
 def test_the_tokens_of_an_input_are_counted(client: "openai.OpenAI") -> None:
-    """As many as the response then reads, also after another response."""
-    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "instructions": "be"}
-    first = client.responses.create(**asked, max_output_tokens=4)
+    """The count is the number of tokens that the response then reads, also after another response."""
+    request: dict[str, Any] = {"model": "tiny", "input": "hi", "instructions": "be"}
+    first = client.responses.create(**request, max_output_tokens=4)
     assert first.usage is not None
-    assert client.responses.input_tokens.count(**asked).input_tokens == first.usage.input_tokens
+    assert client.responses.input_tokens.count(**request).input_tokens == first.usage.input_tokens
     more: dict[str, Any] = {"model": "tiny", "input": "more", "previous_response_id": first.id}
-    counted = client.responses.input_tokens.count(**more)
+    count = client.responses.input_tokens.count(**more)
     second = client.responses.create(**more, max_output_tokens=4, truncation="auto")
     assert second.usage is not None
-    assert (counted.object, counted.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
+    assert (count.object, count.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
     assert second.truncation == "auto"
 
 
 def test_another_truncation_is_refused(api: httpx.Client) -> None:
-    refused(api.post("/responses", json={"input": "hi", "truncation": "some"}), "truncation")
-    refused(api.post("/responses/input_tokens", json={"input": 3}), "input")
+    check_error(api.post("/responses", json={"input": "hi", "truncation": "some"}), "truncation")
+    check_error(api.post("/responses/input_tokens", json={"input": 3}), "input")

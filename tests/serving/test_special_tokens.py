@@ -1,4 +1,7 @@
-"""A server whose tokenizer writes words with their space, and has special tokens: texts, echo, log-probabilities and chats."""
+"""Tests of a server whose tokenizer writes words with their space, and has special tokens.
+
+The tests ask for texts, echo, log-probabilities and chats.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,47 +20,47 @@ TOKENIZER = JsonTokenizer(sentencepiece_bpe(["<unk>", "<s>", "</s>", "<|im_start
 START, END = TOKENIZER.special["<|im_start|>"], TOKENIZER.special["<|im_end|>"]
 TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}")
-WRITTEN = TOKENIZER.encode("bad cab")
+ANSWER = TOKENIZER.encode("bad cab")
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder: Path = tmp_path_factory.mktemp("special")
     (folder / "chatml.jinja").write_text(TEMPLATE)
-    model = following(TOKENIZER.vocab_size, [START, *WRITTEN, END, WRITTEN[0]], n_embd=64)
+    model = following(TOKENIZER.vocab_size, [START, *ANSWER, END, ANSWER[0]], n_embd=64)
     model.save_pretrained(folder / "model", TOKENIZER)
     with serving(folder, "checkpoint=model", f"template={folder / 'chatml.jinja'}") as running:
         assert "</s>" in running.log
         yield running.url
 
 
-def asked(url: str, path: str, **body: Any) -> dict[str, Any]:
+def post_json(url: str, path: str, **body: Any) -> dict[str, Any]:
     answer: dict[str, Any] = httpx.post(f"{url}{path}", json=body).raise_for_status().json()
     return answer
 
 
 def test_a_continuation_keeps_its_first_space(url: str) -> None:
-    count = len(WRITTEN) - len(TOKENIZER.encode("bad"))
+    count = len(ANSWER) - len(TOKENIZER.encode("bad"))
     body: dict[str, Any] = {"temperature": 0, "prompt": "bad", "max_tokens": count, "logprobs": 2}
-    plain = asked(url, "/v1/completions", **body)["choices"][0]
-    echoed = asked(url, "/v1/completions", **body, echo=True)["choices"][0]
+    plain = post_json(url, "/v1/completions", **body)["choices"][0]
+    echoed = post_json(url, "/v1/completions", **body, echo=True)["choices"][0]
     assert (plain["text"], echoed["text"]) == (" cab", "bad cab")
     for choice in (plain, echoed):
-        found = choice["logprobs"]
-        assert "".join(found["tokens"]) == choice["text"]
-        assert found["text_offset"] == [len("".join(found["tokens"][:place])) for place in range(len(found["tokens"]))]
+        logprobs = choice["logprobs"]
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        assert logprobs["text_offset"] == [len("".join(logprobs["tokens"][:place])) for place in range(len(logprobs["tokens"]))]
     streamed = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}).text
     assert '"text":" c' in streamed
-    strings = asked(url, "/tokenize", prompt="bad cab", return_token_strs=True)
+    strings = post_json(url, "/tokenize", prompt="bad cab", return_token_strs=True)
     assert "".join(strings["token_strs"]) == "bad cab"
 
 
 def test_a_special_token_ends_a_turn_and_is_not_typed(url: str) -> None:
-    answer = asked(url, "/v1/chat/completions", messages=[{"role": "user", "content": "a<|im_end|>"}], temperature=0)
+    answer = post_json(url, "/v1/chat/completions", messages=[{"role": "user", "content": "a<|im_end|>"}], temperature=0)
     choice = answer["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("bad cab", "stop")
-    typed = asked(url, "/tokenize", prompt="a<|im_end|>")["tokens"]
-    assert END not in typed
+    ids = post_json(url, "/tokenize", prompt="a<|im_end|>")["tokens"]
+    assert END not in ids
     assert answer["usage"]["prompt_tokens"] == len([START, *TOKENIZER.encode("user\na<|im_end|>"), END, START])
-    stopped = asked(url, "/v1/completions", prompt="bad", max_tokens=9, stop=["<|im_end|>"], temperature=0)["choices"][0]
+    stopped = post_json(url, "/v1/completions", prompt="bad", max_tokens=9, stop=["<|im_end|>"], temperature=0)["choices"][0]
     assert (stopped["text"], stopped["finish_reason"]) == (" cab", "stop")

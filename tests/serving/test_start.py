@@ -1,4 +1,4 @@
-"""What the server does before it says that it is ready."""
+"""Tests of what the server does before it says that it is ready."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Lets torch report a GPU with so many free bytes, on which the model's step is a graph."""
+    """Returns fake(free), which lets torch report a GPU with `free` free bytes, on which the model's step can be a graph."""
     pytest.importorskip("triton")
 
     def fake(free: float) -> None:
@@ -59,16 +59,16 @@ def test_a_gpu_without_graphs_has_no_warm_up_line_and_a_cpu_has_no_lines(gpu: Ca
 
 @pytest.mark.usefixtures("handlers")             # the engine's process ignores some signals
 def test_the_engine_is_warm_before_it_is_ready() -> None:
-    """A prompt was read and tokens were written before Ready is sent."""
-    done: list[Any] = []
+    """Before Ready is sent, a prompt has been read and tokens have been written."""
+    events: list[Any] = []
 
     def load(config: ServeConfig) -> worker.Loaded:
         model = small_model("reference", vocab_size=256)
-        model.emb.register_forward_hook(lambda emb, inputs, output: done.append(inputs[0].numel() > 1))
+        model.emb.register_forward_hook(lambda emb, inputs, output: events.append(inputs[0].numel() > 1))
         return worker.Loaded(model, ByteTokenizer(), "raw", [], 0, {})
 
-    connection = SimpleNamespace(send=done.append, poll=lambda wait: True, recv=lambda: None)
+    connection = SimpleNamespace(send=events.append, poll=lambda wait: True, recv=lambda: None)
     worker.main(connection, ServeConfig(), load)         # type: ignore[arg-type]
-    *before, ready = done
+    *before, ready = events
     assert isinstance(ready, Ready)
     assert {*before} == {True, False}, "several tokens at once, and one after the other"

@@ -1,4 +1,8 @@
-"""States as values: made of prompts, messages, files and answers; continued, listed, downloaded, freed; kept over a restart."""
+"""Tests of states.
+
+States are made of prompts, messages, files and answers. They are continued, listed, downloaded and freed, and are kept over a
+restart.
+"""
 
 import json
 import os
@@ -16,7 +20,7 @@ import torch
 from models import small_model
 from safetensors.torch import load, save
 from serving_runs import LETTERS, Running, post, reset, serving, wait_until
-from test_limits import BODIES, refused
+from test_limits import BODIES, check_error
 
 from rwkv.chat.turn_templates import chat_template
 from rwkv.config import Sampling, ServeConfig
@@ -37,7 +41,7 @@ BYTES = ByteTokenizer()
 FILE = {"content-type": "application/octet-stream"}
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
 TURN = ("role", "tail", "tools", "template")
-STATE_MIB = 1                            # holds a number of small states
+STATE_MIB = 1                            # this holds a number of small states
 
 
 def ok(answer: httpx.Response) -> Any:
@@ -45,11 +49,11 @@ def ok(answer: httpx.Response) -> Any:
     return answer.json()
 
 
-def made(api: httpx.Client, **body: Any) -> Any:
+def make_state(api: httpx.Client, **body: Any) -> Any:
     return ok(api.post("/states", json=body))
 
 
-def completed(api: httpx.Client, **body: Any) -> Any:
+def complete(api: httpx.Client, **body: Any) -> Any:
     return ok(api.post("/completions", json={"max_tokens": 12, "seed": 3, **body}))
 
 
@@ -59,22 +63,22 @@ def text_after(model: RWKV, prompt: str, n: int = 12, seed: int = 3, **options: 
 
 def test_a_state_is_continued_as_its_text_and_nothing_is_read_again(api: httpx.Client, model: RWKV) -> None:
     long = "It was a long story. " * 100
-    state = made(api, prompt=long)
+    state = make_state(api, prompt=long)
     assert (state["object"], state["tokens"]) == ("state", len(long))
     assert state["bytes"] == prefill(model, torch.tensor([BYTES.encode(long)])).nbytes()
     for more in ("And then", ""):
-        answer = completed(api, state=state["id"], prompt=more)
+        answer = complete(api, state=state["id"], prompt=more)
         assert answer["choices"][0]["text"] == text_after(model, long + more)
         usage = answer["usage"]
         assert usage["prompt_tokens"] == len(long + more)
         assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] == len(more), "tokens read"
-    assert completed(api, state=state["id"])["choices"] == completed(api, state=state["id"], prompt="")["choices"]
-    branch = made(api, state=state["id"], prompt="And")
+    assert complete(api, state=state["id"])["choices"] == complete(api, state=state["id"], prompt="")["choices"]
+    branch = make_state(api, state=state["id"], prompt="And")
     assert (branch["tokens"], branch["usage"]["prompt_tokens"]) == (len(long) + 3, len(long) + 3)
-    assert completed(api, state=branch["id"], prompt=" then")["choices"][0]["text"] == text_after(model, long + "And then")
-    echoed = completed(api, state=state["id"], prompt="a", echo=True, logprobs=1)["choices"][0]
+    assert complete(api, state=branch["id"], prompt=" then")["choices"][0]["text"] == text_after(model, long + "And then")
+    echoed = complete(api, state=state["id"], prompt="a", echo=True, logprobs=1)["choices"][0]
     assert echoed["logprobs"]["tokens"][0] == "a"
-    ids = completed(api, state=state["id"], prompt=[[*b"A"], [*b"B"]])["choices"]
+    ids = complete(api, state=state["id"], prompt=[[*b"A"], [*b"B"]])["choices"]
     assert [choice["text"] for choice in ids] == [text_after(model, long + more) for more in "AB"]
 
 
@@ -82,7 +86,7 @@ def test_a_state_is_continued_as_its_text_and_nothing_is_read_again(api: httpx.C
 @pytest.mark.parametrize("ending", [{}, {"stop": ["e", "\n"]}, {"logit_bias": {"0": 100}}, {"max_tokens": 0}], ids=str)
 def test_the_end_of_an_answer_is_a_state_as_generate_saves_it(api: httpx.Client, model: RWKV, tmp_path: Path, stream: bool,
                                                               ending: dict[str, Any]) -> None:
-    """After the text, and the stop string that ended it."""
+    """The state is the one after the text, and after the stop string that ended the text."""
     body = {"prompt": "once", "max_tokens": 20, "seed": 7, "save_state": True, "stream": stream, **ending}
     answer = api.post("/completions", json=body)
     if stream:
@@ -97,24 +101,24 @@ def test_the_end_of_an_answer_is_a_state_as_generate_saves_it(api: httpx.Client,
     engine.add_all([Request("once", 7, stopping, sampling)])
     engine.run()
     (tmp_path / "found.safetensors").write_bytes(api.get(f"/states/{state}/content").content)
-    found, expected = load_context(tmp_path / "found.safetensors", model, BYTES), engine.context()
-    assert found.last_ids == expected.last_ids
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-5)
-    for one, other in zip(found.state, expected.state, strict=True):
+    actual, expected = load_context(tmp_path / "found.safetensors", model, BYTES), engine.context()
+    assert actual.last_ids == expected.last_ids
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-5)
+    for one, other in zip(actual.state, expected.state, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     assert ok(api.get(f"/states/{state}"))["tokens"] == len(expected.last_ids)
 
 
 def test_each_of_several_texts_has_its_state(api: httpx.Client, model: RWKV) -> None:
-    choices = completed(api, prompt="ab", n=3, save_state=True, logit_bias=LETTERS)["choices"]
+    choices = complete(api, prompt="ab", n=3, save_state=True, logit_bias=LETTERS)["choices"]
     assert len({choice["state"] for choice in choices}) == 3
     for choice in choices:
-        after = completed(api, state=choice["state"], prompt="!")["choices"][0]["text"]
+        after = complete(api, state=choice["state"], prompt="!")["choices"][0]["text"]
         assert after == text_after(model, f"ab{choice['text']}!")
 
 
 def test_states_are_listed_and_deleted(api: httpx.Client) -> None:
-    states = [made(api, prompt=prompt) for prompt in ("a", "ab")]
+    states = [make_state(api, prompt=prompt) for prompt in ("a", "ab")]
     listed = {state["id"]: state for state in ok(api.get("/states"))["data"]}
     for state in states:
         assert state.pop("usage")
@@ -124,14 +128,14 @@ def test_states_are_listed_and_deleted(api: httpx.Client) -> None:
     for answer in (api.get(f"/states/{gone}"), api.get(f"/states/{gone}/content"), api.delete(f"/states/{gone}"),
                    api.post("/completions", json={"prompt": "a", "state": gone}),
                    api.post("/states", json={"prompt": "a", "state": gone}),
-                   api.post("/chat/completions", json={"messages": SAID, "state": gone})):
-        refused(answer)
+                   api.post("/chat/completions", json={"messages": MESSAGES, "state": gone})):
+        check_error(answer)
         assert answer.status_code == 404
     assert gone not in {state["id"] for state in ok(api.get("/states"))["data"]}
 
 
 def test_a_file_comes_back_and_one_of_generate_is_taken(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
-    state = made(api, prompt="once upon")
+    state = make_state(api, prompt="once upon")
     content = api.get(f"/states/{state['id']}/content").content
     assert "owner" not in json.dumps(metadata_of(content)).replace('"owner": ""', "").replace('\\"owner\\": \\"\\"', "")
     again = ok(api.post("/states", content=content, headers=FILE))
@@ -142,16 +146,16 @@ def test_a_file_comes_back_and_one_of_generate_is_taken(api: httpx.Client, model
     own = ok(api.post("/states", content=(tmp_path / "own.safetensors").read_bytes(), headers=FILE))
     assert own["tokens"] is None
     for each in (again, own):
-        assert completed(api, state=each["id"], prompt=" a")["choices"][0]["text"] == text_after(model, "once upon a")
+        assert complete(api, state=each["id"], prompt=" a")["choices"][0]["text"] == text_after(model, "once upon a")
 
 
 def state_file(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
-    """A state file with this content and its checksum."""
+    """Returns a state file with this content and its checksum."""
     return save(tensors, metadata | {CHECKSUM: checksum(tensors, metadata)})
 
 
 def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
-    content = api.get(f"/states/{made(api, prompt='a')['id']}/content").content
+    content = api.get(f"/states/{make_state(api, prompt='a')['id']}/content").content
     other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
     save_context(tmp_path / "other.safetensors", prefill(other, torch.tensor([[1]])), other, BYTES)
     tensors, metadata = load(content), metadata_of(content)
@@ -166,48 +170,48 @@ def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, t
               state_file(tensors, {**metadata, "timemix-serve": "[]"}),
               state_file({name: tensor.long() for name, tensor in tensors.items()}, metadata)]
     for each in broken:
-        refused(api.post("/states", content=each, headers=FILE))
+        check_error(api.post("/states", content=each, headers=FILE))
     assert "different model" in api.post("/states", content=broken[len(BODIES) + 3], headers=FILE).json()["error"]["message"]
     assert "has changed" in api.post("/states", content=changed, headers=FILE).json()["error"]["message"]
-    assert completed(api, prompt="a")["choices"]
+    assert complete(api, prompt="a")["choices"]
 
 
 @pytest.mark.parametrize("size", [1e38, -1e38])
 def test_numbers_at_the_limit_of_float32_end_nothing(api: httpx.Client, size: float) -> None:
-    content = api.get(f"/states/{made(api, prompt='a')['id']}/content").content
+    content = api.get(f"/states/{make_state(api, prompt='a')['id']}/content").content
     tensors = {name: torch.full_like(tensor, size) for name, tensor in load(content).items()}
     state = ok(api.post("/states", content=state_file(tensors, metadata_of(content)), headers=FILE))["id"]
     for options in ({}, {"temperature": 0}, {"top_k": 5, "temperature": 2}, {"logprobs": 2, "presence_penalty": 1},
                     {"save_state": True}, {"prompt": "", "save_state": True, "max_tokens": 0}, {"stream": True}):
         assert api.post("/completions", json={"prompt": "a", "state": state, "max_tokens": 5, **options}).status_code < 500
-    assert completed(api, prompt="a")["choices"]
+    assert complete(api, prompt="a")["choices"]
 
 
-SAID: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
+MESSAGES: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize("kept", [1, 2])
-def test_a_conversation_goes_on_from_its_messages_and_from_its_answers(api: httpx.Client, model: RWKV, kept: int) -> None:
+@pytest.mark.parametrize("n_read", [1, 2])
+def test_a_conversation_goes_on_from_its_messages_and_from_its_answers(api: httpx.Client, model: RWKV, n_read: int) -> None:
     chat = {"max_tokens": 12, "seed": 5, "save_state": True, "logit_bias": LETTERS}
     bias = {int(letter): value for letter, value in LETTERS.items()}
-    first = ok(api.post("/chat/completions", json={**chat, "messages": SAID}))
-    begun = made(api, messages=SAID[:kept])
-    if kept == 1:                        # the other's next turn is an answer that the model begins
-        again = ok(api.post("/chat/completions", json={**chat, "messages": SAID[kept:], "state": begun["id"]}))
+    first = ok(api.post("/chat/completions", json={**chat, "messages": MESSAGES}))
+    state = make_state(api, messages=MESSAGES[:n_read])
+    if n_read == 1:                        # with n_read == 2, no message is left to send
+        again = ok(api.post("/chat/completions", json={**chat, "messages": MESSAGES[n_read:], "state": state["id"]}))
         assert again["choices"][0]["message"] == first["choices"][0]["message"]
         assert again["usage"]["prompt_tokens"] == first["usage"]["prompt_tokens"]
     more = [{"role": "user", "content": "and?"}]
     second = ok(api.post("/chat/completions", json={**chat, "messages": more, "state": first["choices"][0]["state"]}))
     assert second["usage"]["prompt_tokens"] - second["usage"]["prompt_tokens_details"]["cached_tokens"] \
         <= len("\n\nUser: and?\n\nAssistant:")
-    said = "System: be\n\nUser: hi\n\nAssistant:"
-    prompt = f"{said}{text_after(model, said, 12, 5, logit_bias=bias)}\n\nUser: and?\n\nAssistant:"
+    first_prompt = "System: be\n\nUser: hi\n\nAssistant:"
+    prompt = f"{first_prompt}{text_after(model, first_prompt, 12, 5, logit_bias=bias)}\n\nUser: and?\n\nAssistant:"
     assert second["choices"][0]["message"]["content"] == text_after(model, prompt, 12, 5, logit_bias=bias)
 
 
 def test_a_stop_string_that_was_read_is_not_read_again(api: httpx.Client, model: RWKV) -> None:
     """The bias makes the model write line ends, and so the template's stop string."""
-    answer = ok(api.post("/chat/completions", json={"messages": SAID, "max_tokens": 9, "save_state": True,
+    answer = ok(api.post("/chat/completions", json={"messages": MESSAGES, "max_tokens": 9, "save_state": True,
                                                     "logit_bias": {"10": 100}}))
     choice = answer["choices"][0]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "")
@@ -220,22 +224,22 @@ def test_a_stop_string_that_was_read_is_not_read_again(api: httpx.Client, model:
 
 @pytest.mark.parametrize("name", ["world", "g1", "flower"])
 def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> None:
-    """Whatever the last message was: what is read before and after are together what the template writes."""
+    """Whatever the last message was, what is read before and after it is together what the template writes."""
     template = chat_template(name)
     keeper = ClientStates(ServeConfig(), {}, {}, BYTES, template, 0)
     tool = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-    said: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"},
-                                  {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"},
-                                  {"role": "assistant", "content": "it is"}, {"role": "user", "content": "good"}]
-    if name == "world":                  # which has no form for calls; their results can stand there
-        said += [{"role": "tool", "content": "rain"}, {"role": "assistant", "content": "it rains"}]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"},
+                                      {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"},
+                                      {"role": "assistant", "content": "it is"}, {"role": "user", "content": "good"}]
+    if name == "world":                  # the template world has no form for calls, but it has one for their results
+        messages += [{"role": "tool", "content": "rain"}, {"role": "assistant", "content": "it rains"}]
     for tools in ([None] if name == "world" else [None, tool]):
-        whole = template.render(said, tools=tools)
-        for place in range(1, len(said)):
-            turn = keeper.turn_of_messages(said[:place], tools, None)
+        whole = template.render(messages, tools=tools)
+        for place in range(1, len(messages)):
+            turn = keeper.turn_of_messages(messages[:place], tools, None)
             start: Any = type("State", (), {"turn": turn, "last_ids": ()})
-            read = template.render(said[:place], False, tools)
-            assert read + keeper.prompt(start, said[place:], tools) == whole
+            read = template.render(messages[:place], False, tools)
+            assert read + keeper.prompt(start, messages[place:], tools) == whole
 
 
 @pytest.mark.parametrize(("name", "role", "message", "field"), [
@@ -260,10 +264,10 @@ def test_an_error_after_a_state_names_what_is_wrong_and_where_the_request_has_it
 
 
 def test_a_file_of_a_tuned_state_precedes_a_whole_conversation(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
-    """As state= of chat.py."""
+    """The state precedes the conversation as state= of chat.py does."""
     save_context(tmp_path / "tuned.safetensors", prefill(model, torch.tensor([[*b"learnt"]])), model, BYTES)
     state = ok(api.post("/states", content=(tmp_path / "tuned.safetensors").read_bytes(), headers=FILE))["id"]
-    answer = ok(api.post("/chat/completions", json={"messages": SAID, "state": state, "max_tokens": 12, "seed": 5}))
+    answer = ok(api.post("/chat/completions", json={"messages": MESSAGES, "state": state, "max_tokens": 12, "seed": 5}))
     context = load_context(tmp_path / "tuned.safetensors", model, BYTES)
     prompt = "System: be\n\nUser: hi\n\nAssistant:"
     expected = "".join(generate(model, BYTES, prompt, 12, 5, ["\n\n"], context=context, **PLAIN))
@@ -277,64 +281,64 @@ def key(name: str) -> dict[str, str]:
 def test_memory_is_bounded_and_what_was_used_last_stays(start: Callable[..., Running]) -> None:
     server = start(f"states_mib={STATE_MIB}")
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
-        first, used = made(api, prompt="first"), made(api, prompt="used")
+        first, used = make_state(api, prompt="first"), make_state(api, prompt="used")
         room = STATE_MIB * 2**20 // first["bytes"]
         assert f"{STATE_MIB} MiB" in server.log
         for number in range(room):
-            made(api, prompt=f"{number}")
-            completed(api, state=used["id"], prompt="x", max_tokens=1)
+            make_state(api, prompt=f"{number}")
+            complete(api, state=used["id"], prompt="x", max_tokens=1)
         wait_until(lambda: len(ok(api.get("/states"))["data"]) == room)
-        left = {state["id"] for state in ok(api.get("/states"))["data"]}
-        assert used["id"] in left
-        assert first["id"] not in left
-        held, = re.findall(r"^timemix_state_bytes (\S+)$", api.get(f"{server.url}/metrics").text, re.MULTILINE)
-        assert 0 < float(held) <= STATE_MIB * 2**20
+        remaining = {state["id"] for state in ok(api.get("/states"))["data"]}
+        assert used["id"] in remaining
+        assert first["id"] not in remaining
+        used_bytes, = re.findall(r"^timemix_state_bytes (\S+)$", api.get(f"{server.url}/metrics").text, re.MULTILINE)
+        assert 0 < float(used_bytes) <= STATE_MIB * 2**20
 
 
 @pytest.fixture(scope="module")
 def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
-    """A server with states in a folder that has room for some, and the folder."""
-    kept = tmp_path_factory.mktemp("kept")
-    with serving(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", "states_mib=0", f"states_dir={kept}",
+    """Yields a server that keeps states in a folder, which has room for some, and the folder."""
+    states_dir = tmp_path_factory.mktemp("kept")
+    with serving(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", "states_mib=0", f"states_dir={states_dir}",
                  f"states_dir_mib={STATE_MIB}", "api_key=busy", "api_key=quiet", "api_key=third") as running:
-        yield running, kept
+        yield running, states_dir
 
 
 def test_a_busy_key_pushes_out_its_own_states_alone(folder: tuple[Running, Path]) -> None:
     with httpx.Client(base_url=f"{folder[0].url}/v1", timeout=60, headers=key("busy")) as busy, \
             httpx.Client(base_url=f"{folder[0].url}/v1", timeout=60, headers=key("quiet")) as quiet:
-        mine = [made(quiet, prompt=f"quiet {number}")["id"] for number in range(3)]
-        size = made(busy, prompt="first")["bytes"]
+        mine = [make_state(quiet, prompt=f"quiet {number}")["id"] for number in range(3)]
+        size = make_state(busy, prompt="first")["bytes"]
         n = STATE_MIB * 2**20 // size + 5
-        theirs = [made(busy, prompt=f"{number}")["id"] for number in range(n)]
+        theirs = [make_state(busy, prompt=f"{number}")["id"] for number in range(n)]
         wait_until(lambda: len(ok(busy.get("/states"))["data"]) < n)
         assert {state["id"] for state in ok(quiet.get("/states"))["data"]} == {*mine}
-        assert all(completed(quiet, state=state, prompt="a")["choices"] for state in mine)
+        assert all(complete(quiet, state=state, prompt="a")["choices"] for state in mine)
         assert theirs[-1] in {state["id"] for state in ok(busy.get("/states"))["data"]}
 
 
 def test_a_state_whose_file_is_lost_is_said_to_be_gone(folder: tuple[Running, Path]) -> None:
-    server, kept = folder
+    server, states_dir = folder
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("third")) as api:
         for path, body in (("/completions", {}), ("/completions", {"stream": True}), ("/states", {}), ("", {})):
-            state = made(api, prompt="once")["id"]
-            wait_until((kept / f"{state}.safetensors").is_file)
-            (kept / f"{state}.safetensors").unlink()
-            asked = {"prompt": "a", "state": state, **body}
-            answer = api.post(path, json=asked) if path else api.get(f"/states/{state}/content")
-            told = answer.json() if "json" in answer.headers["content-type"] else json.loads(answer.text.splitlines()[0][6:])
-            assert (told["error"]["param"], told["error"]["code"]) == ("state", "state_not_found")
+            state = make_state(api, prompt="once")["id"]
+            wait_until((states_dir / f"{state}.safetensors").is_file)
+            (states_dir / f"{state}.safetensors").unlink()
+            request = {"prompt": "a", "state": state, **body}
+            answer = api.post(path, json=request) if path else api.get(f"/states/{state}/content")
+            data = answer.json() if "json" in answer.headers["content-type"] else json.loads(answer.text.splitlines()[0][6:])
+            assert (data["error"]["param"], data["error"]["code"]) == ("state", "state_not_found")
             wait_until(lambda: ok(api.get("/states"))["data"] == [])
 
 
 def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Callable[..., Running], tmp_path: Path,
                                                                        model: RWKV) -> None:
-    """States, and responses with theirs in bounded memory."""
-    kept = tmp_path / "kept"
-    options = ("states_mib=0", f"states_dir={kept}", "responses_mib=1", "max_tokens=100", "api_key=one", "api_key=two")
+    """The folder keeps states, and responses with their states, in bounded memory."""
+    states_dir = tmp_path / "kept"
+    options = ("states_mib=0", f"states_dir={states_dir}", "responses_mib=1", "max_tokens=100", "api_key=one", "api_key=two")
     server = start(*options)
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("one")) as api:
-        state, freed = made(api, messages=SAID)["id"], made(api, prompt="freed")["id"]
+        state, freed = make_state(api, messages=MESSAGES)["id"], make_state(api, prompt="freed")["id"]
         response = ok(api.post("/responses", json={"input": "hi", "max_output_tokens": 5}))
         assert ok(api.delete(f"/states/{freed}"))
         before = ok(api.post("/completions", json={"prompt": "a", "state": state, "seed": 1}))["choices"]
@@ -342,10 +346,10 @@ def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Ca
         assert api.post("/responses", json={"input": "a", "previous_response_id": response["id"]},
                         headers=key("two")).status_code == 404
         assert ok(api.get("/states", headers=key("two")))["data"] == []
-    wait_until(lambda: {path.stem for path in kept.glob("state_*.safetensors")} == {*listed})
+    wait_until(lambda: {path.stem for path in states_dir.glob("state_*.safetensors")} == {*listed})
     server.process.kill()
     server.process.wait()
-    (kept / f"state_{'0' * 32}.safetensors").write_bytes(b"nothing")
+    (states_dir / f"state_{'0' * 32}.safetensors").write_bytes(b"nothing")
     server = start(*options)
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("one")) as api:
         assert {each["id"]: each for each in ok(api.get("/states"))["data"]} == listed
@@ -359,17 +363,17 @@ def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Ca
         large = [ok(api.post("/responses", json=body)) for _ in range(4)]
         assert api.get(f"/responses/{response['id']}").status_code == 404, "those used longest ago are dropped"
         assert api.get(f"/responses/{large[-1]['id']}").status_code == 200
-        assert sum(path.stat().st_size for path in kept.glob("resp_*.json")) <= 2**20
+        assert sum(path.stat().st_size for path in states_dir.glob("resp_*.json")) <= 2**20
     other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
-    states = StateStore(ServeConfig(states_dir=str(kept)), {"": StateFormat.of(other, BYTES)}, {"": ""})
-    found, = (each for each in states.initial if each.id == state)
+    states = StateStore(ServeConfig(states_dir=str(states_dir)), {"": StateFormat.of(other, BYTES)}, {"": ""})
+    initial, = (each for each in states.initial if each.id == state)
     with pytest.raises(StateGone):
-        states.get(found)
+        states.get(initial)
     states.close()
 
 
 def test_servers_on_one_folder_see_each_other_s_states_and_responses(start: Callable[..., Running], tmp_path: Path) -> None:
-    """Also after the first, which holds the lock, is killed: the next one locks the folder."""
+    """When the first server, which holds the lock, is killed, the next server locks the folder."""
     options = ("states_mib=0", f"states_dir={tmp_path / 'kept'}", "api_key=one", "api_key=two")
     servers = [start(*options), start(*options)]
     assert "another server" not in servers[0].log
@@ -377,7 +381,7 @@ def test_servers_on_one_folder_see_each_other_s_states_and_responses(start: Call
     first, second = (httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("one")) for server in servers)
     with first, second:
         for one, other in ((first, second), (second, first)):
-            state, response = made(one, messages=SAID)["id"], ok(one.post("/responses", json={"input": "hi"}))
+            state, response = make_state(one, messages=MESSAGES)["id"], ok(one.post("/responses", json={"input": "hi"}))
             wait_until((tmp_path / "kept" / f"{state}.safetensors").is_file)
             body = {"prompt": "a", "state": state, "seed": 1}
             assert ok(other.post("/completions", json=body))["choices"] == ok(one.post("/completions", json=body))["choices"]
@@ -392,22 +396,25 @@ def test_servers_on_one_folder_see_each_other_s_states_and_responses(start: Call
             assert state not in {each["id"] for each in ok(one.get("/states"))["data"]}
             assert ok(other.delete(f"/responses/{response['id']}"))
             assert one.get(f"/responses/{response['id']}").status_code == 404
-        left = made(first, prompt="left")["id"]
-        wait_until((tmp_path / "kept" / f"{left}.safetensors").is_file)
+        earlier = make_state(first, prompt="left")["id"]
+        wait_until((tmp_path / "kept" / f"{earlier}.safetensors").is_file)
         servers[0].process.kill()
         servers[0].process.wait()
-        assert ok(second.get(f"/states/{left}"))["id"] == left
+        assert ok(second.get(f"/states/{earlier}"))["id"] == earlier
         third = start(*options)
         assert "another server" not in third.log, "the system has released the lock"
-        more = made(second, prompt="more")["id"]
+        more = make_state(second, prompt="more")["id"]
         with httpx.Client(base_url=f"{third.url}/v1", timeout=60, headers=key("one")) as api:
             wait_until((tmp_path / "kept" / f"{more}.safetensors").is_file)
-            assert {left, more} <= {each["id"] for each in ok(api.get("/states"))["data"]}
+            assert {earlier, more} <= {each["id"] for each in ok(api.get("/states"))["data"]}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the size of another process's files")
 def test_a_folder_that_cannot_be_written_and_a_full_disk(start: Callable[..., Running], tmp_path: Path) -> None:
-    """The first is a sentence before the model is loaded. On the second states stay in memory, and others are seen."""
+    """A folder that cannot be written is an error before the model is loaded.
+
+    On a full disk, states stay in memory, and those of other servers are seen.
+    """
     import resource
 
     (tmp_path / "file").write_text("")
@@ -416,18 +423,18 @@ def test_a_folder_that_cannot_be_written_and_a_full_disk(start: Callable[..., Ru
         assert refusal.process.wait() == 2
         assert f"states_dir={wrong} cannot be used" in refusal.log
         assert "Traceback" not in refusal.log
-    kept = tmp_path / "kept"
-    server, other = start(f"states_dir={kept}"), start(f"states_dir={kept}")
+    states_dir = tmp_path / "kept"
+    server, other = start(f"states_dir={states_dir}"), start(f"states_dir={states_dir}")
     for process in [server.process.pid, *children(server.process.pid)]:
-        resource.prlimit(process, resource.RLIMIT_FSIZE, (2500, resource.RLIM_INFINITY))     # less than a state
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (2500, resource.RLIM_INFINITY))     # a state has more bytes
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api, httpx.Client(base_url=f"{other.url}/v1") as second:
-        state = made(api, prompt="kept in memory")["id"]
-        elsewhere = made(second, prompt="elsewhere")["id"]
-        wait_until((kept / f"{elsewhere}.safetensors").is_file)
+        state = make_state(api, prompt="kept in memory")["id"]
+        elsewhere = make_state(second, prompt="elsewhere")["id"]
+        wait_until((states_dir / f"{elsewhere}.safetensors").is_file)
         for each in (state, elsewhere):
-            assert completed(api, state=each, prompt="a")["choices"]
+            assert complete(api, state=each, prompt="a")["choices"]
         assert second.get(f"/states/{state}").status_code == 404
-    assert [path.stem for path in kept.glob("state_*")] == [elsewhere]
+    assert [path.stem for path in states_dir.glob("state_*")] == [elsewhere]
 
 
 def children(process: int) -> list[int]:
@@ -435,48 +442,48 @@ def children(process: int) -> list[int]:
 
 
 def test_a_folder_may_hold_files_that_no_server_wrote(start: Callable[..., Running], tmp_path: Path) -> None:
-    """They are left out with a line each, and no request waits for them."""
-    kept = tmp_path / "kept"
-    options = ("states_mib=0", f"states_dir={kept}")
+    """Files that no server wrote are left out with a line each, and no request waits for them."""
+    states_dir = tmp_path / "kept"
+    options = ("states_mib=0", f"states_dir={states_dir}")
     first = start(*options)
     with httpx.Client(base_url=f"{first.url}/v1", timeout=60) as api:
-        state = made(api, prompt="once")["id"]
+        state = make_state(api, prompt="once")["id"]
         one, two, three = (ok(api.post("/responses", json={"input": "hi", "max_output_tokens": 2}))["id"] for _ in range(3))
-        wait_until((kept / f"{state}.safetensors").is_file)
+        wait_until((states_dir / f"{state}.safetensors").is_file)
     first.process.kill()
     first.process.wait()
 
     def change(response: str, **fields: Any) -> None:
-        path = kept / f"{response}.json"
+        path = states_dir / f"{response}.json"
         stored = json.loads(path.read_text())
         path.write_text(json.dumps({**stored, "state": None, "response": {**stored["response"], **fields}}))
 
     change(one, previous_response_id=one)
     change(two, previous_response_id=three)
     change(three, previous_response_id=two)
-    content = (kept / f"{state}.safetensors").read_bytes()
-    (kept / f"{state}.safetensors").write_bytes(content[:-1000] + bytes(1000))
+    content = (states_dir / f"{state}.safetensors").read_bytes()
+    (states_dir / f"{state}.safetensors").write_bytes(content[:-1000] + bytes(1000))
     kinds = (("state", "safetensors"), ("resp", "json"))
     names = [f"{kind}_{digit * 32}.{ending}" for digit in "abcdef" for kind, ending in kinds]
     for name, other in zip(names[:4], names[4:8], strict=True):
-        (kept / name).symlink_to(kept / ("nothing" if name < "s" else other))
+        (states_dir / name).symlink_to(states_dir / ("nothing" if name < "s" else other))
     for name in names[4:6]:
-        (kept / name).mkdir()
-    os.mkfifo(kept / names[6])
-    os.mkfifo(kept / names[7])
-    (kept / names[8]).write_bytes(content)
-    (kept / names[9]).write_text('{"owner": "", "response": {"id": "another"}, "input": []}')
-    (kept / names[11]).write_text('{"owner": "", "response": {}, "input": [{}]}')
-    (kept / f".{names[11]}.1").write_text("not finished")
+        (states_dir / name).mkdir()
+    os.mkfifo(states_dir / names[6])
+    os.mkfifo(states_dir / names[7])
+    (states_dir / names[8]).write_bytes(content)
+    (states_dir / names[9]).write_text('{"owner": "", "response": {"id": "another"}, "input": []}')
+    (states_dir / names[11]).write_text('{"owner": "", "response": {}, "input": [{}]}')
+    (states_dir / f".{names[11]}.1").write_text("not finished")
     third = start(*options)
     with httpx.Client(base_url=f"{third.url}/v1", timeout=20) as api:
         assert sum("skipped " in line for line in third.log.splitlines()) == 10, third.log
-        assert not (kept / f".{names[11]}.1").exists()
+        assert not (states_dir / f".{names[11]}.1").exists()
         for response in (one, two):
             body = {"input": "a", "previous_response_id": response, "max_output_tokens": 1}
-            refused(api.post("/responses", json=body), "previous_response_id")
+            check_error(api.post("/responses", json=body), "previous_response_id")
         gone = api.post("/completions", json={"prompt": "a", "state": state})
-        refused(gone, "state")
+        check_error(gone, "state")
         assert "has changed" in gone.json()["error"]["message"]
         assert ok(api.get("/states"))["data"] != []
 
@@ -493,22 +500,22 @@ def test_a_client_that_hangs_up_leaves_no_state(server: Running, api: httpx.Clie
     assert {state["id"] for state in ok(api.get("/states"))["data"]} == before
 
 
-@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": SAID}, {"prompt": "a", "tools": []}, {"prompt": 3},
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": MESSAGES}, {"prompt": "a", "tools": []}, {"prompt": 3},
                                   {"prompt": [-1]}, {"prompt": [256]}, {"messages": []}, {"messages": "x"}, {"state": "x"},
                                   {"prompt": "a", "state": 3}, {"prompt": "a", "state": "x" * 100}, {"prompt": "a", "other": 1},
                                   {"prompt": "a", "model": "other"}, {"prompt": "a" * 40_000}, {"prompt": "a", "state": ""},
                                   {"prompt": "a", "state": "../../etc/passwd"}], ids=lambda each: str(each)[:40])
 def test_a_wrong_request_for_a_state_is_refused(api: httpx.Client, body: dict[str, Any]) -> None:
-    refused(api.post("/states", json=body))
+    check_error(api.post("/states", json=body))
 
 
 def test_a_response_whose_state_is_lost_goes_on_at_the_second_try(folder: tuple[Running, Path]) -> None:
-    server, kept = folder
-    before = {*kept.glob("state_*.safetensors")}
+    server, states_dir = folder
+    before = {*states_dir.glob("state_*.safetensors")}
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("third")) as api:
         first = api.post("/responses", json={"input": "hi", "max_output_tokens": 5}).json()
-        wait_until(lambda: len({*kept.glob("state_*.safetensors")} - before) == 1)
-        ({*kept.glob("state_*.safetensors")} - before).pop().unlink()
+        wait_until(lambda: len({*states_dir.glob("state_*.safetensors")} - before) == 1)
+        ({*states_dir.glob("state_*.safetensors")} - before).pop().unlink()
         body = {"input": "a", "previous_response_id": first["id"], "max_output_tokens": 5}
         lost = api.post("/responses", json=body)
         assert (lost.status_code, lost.json()["error"]["param"]) == (503, "previous_response_id")

@@ -1,4 +1,4 @@
-"""Thoughts through the server: apart from the text, whole and streamed, with stops and log-probabilities; who asks for them.
+"""Tests of thoughts through the server: apart from the text, whole and streamed, with stops and log-probabilities.
 
 The model is a tiny one under a released model's name, and no option says how to speak to it.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.programs
 NAME = "rwkv7-g1k-1.5b-20260930-ctx25600"
-# What the model writes after "Assistant:", and after "<think" and "<think></think"; each token comes once.
+# The model writes UNASKED after "Assistant:", and ASKED after "<think" and "<think></think". Each token occurs once.
 UNASKED = [b":", b" <thi", b"nk>", b"\nOne, \n\n", b"two. </", b"think>\n", b"\xe2", b"\x82\xac", b" for STOP", b" all"]
 ASKED = [b"k", b">\n", b"Hm.", b" Well </t", b"hink>", b"\nNo", b"!"]
 
@@ -33,8 +33,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator["openai.OpenAI"]:
-    with client_of(server) as made:
-        yield made
+    with client_of(server) as openai_client:
+        yield openai_client
 
 
 FALSE, TRUE, FAKE = ({"chat_template_kwargs": {"think": think}} for think in (False, "true", "fake"))
@@ -51,11 +51,11 @@ FALSE, TRUE, FAKE = ({"chat_template_kwargs": {"think": think}} for think in (Fa
     ({"reasoning_effort": "none", "max_tokens": 3}, "One,", "", "length")], ids=str)
 def test_thoughts_are_apart_from_the_text(client: "openai.OpenAI", options: dict[str, Any], thoughts: str, content: str,
                                           reason: str) -> None:
-    asked = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 20,
-             "logprobs": True, **options}
-    whole = client.chat.completions.create(**asked)
+    request = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 20,
+               "logprobs": True, **options}
+    whole = client.chat.completions.create(**request)
     streamed = {choice.index: ["", "", [], None] for choice in whole.choices}
-    for chunk in client.chat.completions.create(**asked, stream=True):
+    for chunk in client.chat.completions.create(**request, stream=True):
         choice, = chunk.choices
         of_choice: list[Any] = streamed[choice.index]
         of_choice[0] += getattr(choice.delta, "reasoning_content", None) or ""
@@ -70,18 +70,21 @@ def test_thoughts_are_apart_from_the_text(client: "openai.OpenAI", options: dict
 
 
 def test_a_call_that_is_demanded_stands_after_an_empty_thought(client: "openai.OpenAI") -> None:
-    """Where one was asked for; thoughts cannot be before it."""
+    """The prompt has the empty thought only if the request asks for it.
+
+    think=true is refused, because thoughts cannot come before a call that is demanded.
+    """
     import openai
 
     tool = {"type": "function", "function": {"name": "f"}}
-    asked: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1,
-                             "tools": [tool], "tool_choice": "required"}
-    plain = client.chat.completions.create(**asked).usage.prompt_tokens
-    fake = client.chat.completions.create(**asked, extra_body=FAKE).usage.prompt_tokens
+    request: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1,
+                               "tools": [tool], "tool_choice": "required"}
+    plain = client.chat.completions.create(**request).usage.prompt_tokens
+    fake = client.chat.completions.create(**request, extra_body=FAKE).usage.prompt_tokens
     assert fake > plain
-    assert client.chat.completions.create(**asked, reasoning_effort="high").usage.prompt_tokens == plain
+    assert client.chat.completions.create(**request, reasoning_effort="high").usage.prompt_tokens == plain
     with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(**asked, extra_body=TRUE)
+        client.chat.completions.create(**request, extra_body=TRUE)
 
 
 def test_an_answer_with_its_thoughts_can_be_sent_back(client: "openai.OpenAI") -> None:
@@ -95,18 +98,18 @@ def test_an_answer_with_its_thoughts_can_be_sent_back(client: "openai.OpenAI") -
     assert bare.usage.prompt_tokens < second.usage.prompt_tokens, "the template shows thoughts of earlier turns"
 
 
-@pytest.mark.parametrize(("begun", "thoughts", "content"), [
+@pytest.mark.parametrize(("beginning", "thoughts", "content"), [
     ("<think>\nHm.", "Well", "No!"), ("<think", "Hm. Well", "No!"), ("<think>", "One, \n\ntwo.", "€ for STOP all"),
     ("<think></think", "", "Hm. Well </think>\nNo!"), ("<think>So</think>\n", "", "€ for STOP all"),
     ("<think>So</think>\n\nNo", "", "!"), ("So\nNo", "", "!"), ("So <think>\nHm.", "", " Well </think>\nNo!")])
-def test_an_answer_is_continued_in_its_thoughts_or_in_its_text(client: "openai.OpenAI", begun: str, thoughts: str,
+def test_an_answer_is_continued_in_its_thoughts_or_in_its_text(client: "openai.OpenAI", beginning: str, thoughts: str,
                                                                content: str) -> None:
-    asked: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"},
-                                                         {"role": "assistant", "content": begun}], "temperature": 0,
-                             "max_tokens": 20, "extra_body": {"continue_final_message": True}}
-    message = client.chat.completions.create(**asked).choices[0].message
+    request: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"},
+                                                           {"role": "assistant", "content": beginning}], "temperature": 0,
+                               "max_tokens": 20, "extra_body": {"continue_final_message": True}}
+    message = client.chat.completions.create(**request).choices[0].message
     assert (getattr(message, "reasoning_content", "").strip(), message.content) == (thoughts, content)
-    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**request, stream=True)]
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).strip() == thoughts
     assert "".join(delta.content or "" for delta in deltas) == content
 

@@ -1,8 +1,8 @@
-"""Conversations with tools in the template g1, by the official client against the real server, whole and streamed.
+"""Tests of conversations with tools in the template g1, by the official client against the real server, whole and streamed.
 
-The model writes a given answer after each question. It knows a question by one token: the vocabulary has one for the end of
-each prompt. Its answers are cut into tokens at random, also within tags, JSON and characters. All forms of calls are in
-tests/chat/test_calls.py.
+The model writes a given answer after each question. It knows a question by one token, because the vocabulary has a token for
+the end of each prompt. Its answers are cut into tokens at random, also within tags, JSON and characters.
+tests/chat/test_calls.py has all forms of calls.
 """
 
 import json
@@ -29,10 +29,10 @@ DAY: tuple[str, dict[str, Any]] = ("time_of_day", {})
 
 
 class Talk(NamedTuple):
-    """written: what the model answers. content, calls: what the client gets of it. options: of the request.
+    """An answer of the model, and what the client gets of it: `content`, `calls` and `thoughts`, the reasoning_content.
 
-    reason: the finish reason, "" for tool_calls where there are calls, else stop. given: the beginning of the answer that the
-    prompt has. thoughts: reasoning_content.
+    `written` is what the model writes after `given`, the beginning of the answer that the prompt has. `options` are those of
+    the request. `reason` is the finish reason: by default tool_calls if there are calls, and otherwise stop.
     """
 
     written: str
@@ -67,23 +67,23 @@ TALKS = {
                                 [WEATHER, DAY]),
 }
 NAMES = [*TALKS]
-MODEL = "rwkv7-g1k-tiny"                 # a name of the series whose template is g1
-RESULT = "Q99 rain"                      # ends the prompt in which it is a tool's result
+MODEL = "rwkv7-g1k-tiny"                 # models of this series have the template g1
+RESULT = "Q99 rain"                      # the prompt ends with this text if it is a tool's result
 LAST = " It rains in Oslo."
 
 
-def pieces_of(text: bytes, taken: set[bytes], random: Random) -> list[bytes]:
-    """The text in pieces, none of which is taken yet."""
+def pieces_of(text: bytes, used: set[bytes], random: Random) -> list[bytes]:
+    """Returns the text cut into pieces at random. No piece is in `used`, to which the pieces are added."""
     pieces = []
     while text:
         length = random.randint(2, max(2, len(text) // 3))
-        while text[:length] in taken and length < len(text):
+        while text[:length] in used and length < len(text):
             length += 1
-        if text[length:] in taken:
+        if text[length:] in used:
             length = len(text)
-        assert text[:length] not in taken
+        assert text[:length] not in used
         pieces.append(text[:length])
-        taken.add(text[:length])
+        used.add(text[:length])
         text = text[length:]
     return pieces
 
@@ -93,12 +93,12 @@ def question(name: str) -> str:
 
 
 def rows() -> dict[str, list[bytes]]:
-    """For what each prompt asks the token at its end, and those of the answer, the last of which begins another turn."""
+    """Returns for each question a token for the prompt's end, the answer's tokens, and a token that begins another turn."""
     random = Random(1)
-    taken = {bytes([value]) for value in range(256)}
+    used = {bytes([value]) for value in range(256)}
     talks = {**{question(name): talk for name, talk in TALKS.items()}, RESULT: Talk(LAST, LAST)}
-    return {said: [f"{said}\n\nAssistant:{talk.given}".encode(), *pieces_of(talk.written.encode(), taken, random),
-                   f"\n\nUser: After {said}".encode()] for said, talk in talks.items()}
+    return {prompt: [f"{prompt}\n\nAssistant:{talk.given}".encode(), *pieces_of(talk.written.encode(), used, random),
+                     f"\n\nUser: After {prompt}".encode()] for prompt, talk in talks.items()}
 
 
 ROWS = rows()
@@ -110,12 +110,15 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"
     model, tokenizer = writing(*ROWS.values(), ends=False, n_embd=128)
     path = folder / f"{MODEL}.safetensors"
     model.save_pretrained(path, tokenizer)
-    with serving(folder, f"checkpoint={path}") as server, client_of(server) as made:
-        yield made
+    with serving(folder, f"checkpoint={path}") as server, client_of(server) as openai_client:
+        yield openai_client
 
 
-def asked(name: str) -> dict[str, Any]:
-    """The request of a conversation. One that is cut off is cut at the end of what is written."""
+def request_of(name: str) -> dict[str, Any]:
+    """Returns the request of a conversation.
+
+    If the conversation's reason is `length`, the limit of tokens ends the answer where the written text ends.
+    """
     length = len(ROWS[question(name)]) - 2
     return {"model": MODEL, "messages": [{"role": "user", "content": question(name)}], "temperature": 0, "tools": TOOLS,
             "max_tokens": length + (TALKS[name].reason != "length"), **TALKS[name].options}
@@ -124,7 +127,7 @@ def asked(name: str) -> dict[str, Any]:
 Outcome = tuple[str, str, list[tuple[str, str]], str]    # thoughts, content, names and arguments of calls, the finish reason
 
 
-def whole(client: "openai.OpenAI", **request: Any) -> Outcome:
+def ask_whole(client: "openai.OpenAI", **request: Any) -> Outcome:
     choice, = client.chat.completions.create(**request).choices
     calls = choice.message.tool_calls or []
     assert len({call.id for call in calls}) == len(calls)
@@ -134,7 +137,7 @@ def whole(client: "openai.OpenAI", **request: Any) -> Outcome:
             [(call.function.name, call.function.arguments) for call in calls], choice.finish_reason)
 
 
-def streamed(client: "openai.OpenAI", **request: Any) -> Outcome:
+def ask_streamed(client: "openai.OpenAI", **request: Any) -> Outcome:
     thoughts, content, calls, reason = "", "", list[tuple[str, str]](), ""
     for chunk in client.chat.completions.create(**request, stream=True):
         choice, = chunk.choices
@@ -154,12 +157,12 @@ def streamed(client: "openai.OpenAI", **request: Any) -> Outcome:
 @pytest.mark.programs
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conversation_whole_and_streamed(client: "openai.OpenAI", name: str) -> None:
-    talk, request = TALKS[name], asked(name)
-    thoughts, content, calls, reason = whole(client, **request)
+    talk, request = TALKS[name], request_of(name)
+    thoughts, content, calls, reason = ask_whole(client, **request)
     assert (thoughts, content) == (talk.thoughts, talk.content)
     assert [(function, json.loads(arguments)) for function, arguments in calls] == [*talk.calls]
     assert reason == (talk.reason or ("tool_calls" if talk.calls else "stop"))
-    assert streamed(client, **request) == (thoughts, content, calls, reason)
+    assert ask_streamed(client, **request) == (thoughts, content, calls, reason)
 
 
 @pytest.mark.programs
@@ -171,7 +174,7 @@ def test_a_conversation_whole_and_streamed(client: "openai.OpenAI", name: str) -
     ("thoughts before a call", [f"Do I say {OSLO} now?", DAY[0]])])
 def test_the_items_of_a_response_stand_in_the_order_in_which_they_were_written(client: "openai.OpenAI", name: str,
                                                                                items: list[str], logprobs: bool) -> None:
-    """Whole and streamed; each message has the log-probabilities of its own tokens."""
+    """The response is whole and streamed, and each message has the log-probabilities of its own tokens."""
     request: dict[str, Any] = {
         "model": MODEL, "input": question(name), "temperature": 0, "max_output_tokens": 50,
         "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],                   # type: ignore[dict-item]
@@ -186,8 +189,8 @@ def test_the_items_of_a_response_stand_in_the_order_in_which_they_were_written(c
 
 @pytest.mark.programs
 def test_a_conversation_goes_on_with_what_a_tool_gave(client: "openai.OpenAI") -> None:
-    request = asked("a call in a fence")
+    request = request_of("a call in a fence")
     first = client.chat.completions.create(**request).choices[0].message
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": RESULT}
     request["messages"] += [first.model_dump(exclude_none=True), result]
-    assert whole(client, **request) == streamed(client, **request) == ("", LAST.strip(), [], "stop")
+    assert ask_whole(client, **request) == ask_streamed(client, **request) == ("", LAST.strip(), [], "stop")

@@ -1,4 +1,4 @@
-"""Tools: what a template shows of them, and calls in what a model writes, by the official client against the real server."""
+"""Tests of tools by the official client against the real server: what a template shows of them, and the model's calls."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ TOOLS: list[Any] = [{"type": "function", "function": {
     "name": name, "description": "It tells.", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
     for name in ("weather", "time_of_day")]
 WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
-# What the model writes after a question, or after the beginning of a call, in tokens of its own. Each comes once.
+# The model writes these tokens after a question, or after the beginning of a call. Each token occurs once.
 ROWS = [
     ["1", "Let me", " see.\n", "<tool_", "call>\n{\"name\": \"wea", "ther\", \"arguments\": {\"city\": ", "\"Oslo\"}}\n</to",
      "ol_call>"],
@@ -45,12 +45,12 @@ ROWS = [
     [" ", "{\"city\": \"Bergen", "\"}}", "\n</tool_call>", " More."],
     ["\"", "time_of_day\",", " \"arguments\": {\"city\": null", "}}\n</tool_call>  "],
 ]
-WRITTEN = ["".join(row[1:]) for row in ROWS]
+TEXTS = ["".join(row[1:]) for row in ROWS]
 STRICT: Any = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": {
     "type": "object", "properties": {"city": {"enum": ["Bergen"]}}, "required": ["city"], "additionalProperties": False}}}
 
 
-def allowed(mode: str, *names: str) -> dict[str, Any]:
+def allow_only(mode: str, *names: str) -> dict[str, Any]:
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
 
@@ -61,7 +61,7 @@ def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:
         "tools": TOOLS, **options})
 
 
-def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[str, list[tuple[str, dict[str, Any]]], str]:
+def ask_streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[str, list[tuple[str, dict[str, Any]]], str]:
     content, calls, chunks = "", list[dict[str, Any]](), list(ask(client, question, stream=True, **options))
     for chunk in chunks:
         delta = chunk.choices[0].delta
@@ -78,43 +78,44 @@ def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[st
     ("1", {}, "Let me see.", [("weather", {"city": "Oslo"})]),
     ("2", {}, None, [("weather", {"city": "Rome"}), ("time_of_day", {})]),
     ("1", {"tool_choice": "auto"}, "Let me see.", [("weather", {"city": "Oslo"})]),
-    ("1", {"tools": [STRICT]}, "Let me see.\nMore.", [("weather", {"city": "Bergen"})]),     # where the model says More
-    ("3", {"tools": [STRICT]}, WRITTEN[2], []),
-    ("1", {"tool_choice": "none"}, WRITTEN[0], []),
+    ("1", {"tools": [STRICT]}, "Let me see.\nMore.", [("weather", {"city": "Bergen"})]),     # the model says More here
+    ("3", {"tools": [STRICT]}, TEXTS[2], []),
+    ("1", {"tool_choice": "none"}, TEXTS[0], []),
     ("1", {"tool_choice": WEATHER}, None, [("weather", {"city": "Bergen"})]),
-    # after a name the form of a call is written in the tokenizer's own tokens, after the last of which the model says Bergen
+    # After a name, the rest of a call's form is written in the tokenizer's own tokens, and after the last of them the model
+    # says Bergen
     ("1", {"tool_choice": "required"}, None, [("time_of_day", {"city": "Bergen"})]),
     ("1", {"tool_choice": "required", "tools": TOOLS[:1]}, None, [("weather", {"city": "Bergen"})]),
-    ("1", {"tools": None}, WRITTEN[0], []),
-    ("2", allowed("auto", "weather", "time_of_day"), None, [("weather", {"city": "Rome"}), ("time_of_day", {})]),
-    ("2", allowed("auto", "time_of_day"), WRITTEN[1].partition("\n")[0], [("time_of_day", {})]),
-    ("1", allowed("auto", "time_of_day"), WRITTEN[0], []),
-    ("1", allowed("required", "weather"), None, [("weather", {"city": "Bergen"})]),
-    ("1", allowed("required", "weather", "time_of_day"), None, [("time_of_day", {"city": "Bergen"})])], ids=str)
+    ("1", {"tools": None}, TEXTS[0], []),
+    ("2", allow_only("auto", "weather", "time_of_day"), None, [("weather", {"city": "Rome"}), ("time_of_day", {})]),
+    ("2", allow_only("auto", "time_of_day"), TEXTS[1].partition("\n")[0], [("time_of_day", {})]),
+    ("1", allow_only("auto", "time_of_day"), TEXTS[0], []),
+    ("1", allow_only("required", "weather"), None, [("weather", {"city": "Bergen"})]),
+    ("1", allow_only("required", "weather", "time_of_day"), None, [("time_of_day", {"city": "Bergen"})])], ids=str)
 def test_calls_come_back_as_tool_calls(tool_client: "openai.OpenAI", question: str, options: dict[str, Any],
                                        content: str | None, calls: list[Any]) -> None:
     choice = ask(tool_client, question, **options).choices[0]
-    found = choice.message.tool_calls or []
+    tool_calls = choice.message.tool_calls or []
     assert choice.message.content == content
-    assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == calls
-    assert len({call.id for call in found}) == len(found)
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in tool_calls] == calls
+    assert len({call.id for call in tool_calls}) == len(tool_calls)
     assert choice.finish_reason == ("tool_calls" if calls else "stop")
-    assert streamed(tool_client, question, **options) == (content or "", calls, choice.finish_reason)
+    assert ask_streamed(tool_client, question, **options) == (content or "", calls, choice.finish_reason)
 
 
 def test_the_prompt_shows_all_tools_whichever_are_allowed(tool_client: "openai.OpenAI") -> None:
-    """Clients send allowed_tools instead of fewer tools so that what is cached of the prompt fits."""
-    whole, subset = (ask(tool_client, "1", **options).usage for options in ({}, allowed("auto", "weather")))
+    """Clients send allowed_tools instead of fewer tools, so that the cached part of the prompt still fits."""
+    whole, subset = (ask(tool_client, "1", **options).usage for options in ({}, allow_only("auto", "weather")))
     assert whole.prompt_tokens == subset.prompt_tokens
 
 
 def test_the_template_gets_tools_calls_and_what_they_gave(tool_client: "openai.OpenAI", tmp_path: Path) -> None:
-    """The prompt has as many tokens (bytes here, but for the model's own words) as what the template is to write."""
+    """The prompt has as many tokens as what the template is to write: bytes, apart from the model's own words."""
     first = ask(tool_client, "1").choices[0].message
     messages = [{"role": "user", "content": "1"}, first.model_dump(exclude_none=True),
                 {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain 3"}]
     answer = ask(tool_client, "", messages=messages)
-    assert answer.choices[0].message.content == WRITTEN[2]
+    assert answer.choices[0].message.content == TEXTS[2]
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     template = chat_template(str(tmp_path / "template.jinja"))
     prompt = template.render(messages, tools=TOOLS)
@@ -127,7 +128,10 @@ def test_the_template_gets_tools_calls_and_what_they_gave(tool_client: "openai.O
 
 @pytest.mark.parametrize("arguments", ['{"city": "Osl', "Oslo", "[1]", "3", "", "null", None])
 def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_talk(tool_client: "openai.OpenAI", arguments: str | None) -> None:
-    """The model sees them and what the tool said of them. A template may iterate over arguments, as Qwen3-Coder's does."""
+    """The model sees the arguments and what the tool said of them.
+
+    A template may iterate over arguments, as Qwen3-Coder's does.
+    """
     messages: list[Any] = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "tool_calls": [
         {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]},
         {"role": "tool", "tool_call_id": "c1", "content": "no JSON"}, {"role": "user", "content": "1"}]
@@ -140,35 +144,35 @@ def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_talk(tool_client: 
                          ids=str)
 def test_a_tool_without_parameters_has_an_empty_list_of_them(tool_client: "openai.OpenAI", parameters: dict[str, Any]) -> None:
     whole = {"parameters": {"type": "object", "properties": {}}}
-    found = [ask(tool_client, "1", tools=[{"type": "function", "function": {"name": "weather", **each}}])
-             for each in (whole, parameters)]
-    assert found[0].usage.prompt_tokens == found[1].usage.prompt_tokens
-    assert found[1].choices[0].message.tool_calls[0].function.name == "weather"
+    answers = [ask(tool_client, "1", tools=[{"type": "function", "function": {"name": "weather", **each}}])
+               for each in (whole, parameters)]
+    assert answers[0].usage.prompt_tokens == answers[1].usage.prompt_tokens
+    assert answers[1].choices[0].message.tool_calls[0].function.name == "weather"
 
 
 @pytest.mark.parametrize(("options", "param"), [
     ({"tools": []}, "tools"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"tools": TOOLS * 65}, "tools"), ({"tool_choice": "some"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice"),
-    ({"tools": None, "tool_choice": "required"}, "tool_choice"), (allowed("auto"), "tool_choice"),
-    (allowed("required", "weather", "rm"), "tool_choice"), (allowed("none", "weather"), "tool_choice"),
-    ({"tools": None, **allowed("auto", "weather")}, "tool_choice"),
+    ({"tools": None, "tool_choice": "required"}, "tool_choice"), (allow_only("auto"), "tool_choice"),
+    (allow_only("required", "weather", "rm"), "tool_choice"), (allow_only("none", "weather"), "tool_choice"),
+    ({"tools": None, **allow_only("auto", "weather")}, "tool_choice"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
      "messages[0].tool_calls[0].function.arguments")], ids=str)
 def test_wrong_tools_are_named(tool_client: "openai.OpenAI", options: dict[str, Any], param: str) -> None:
     import openai
 
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as error:
         ask(tool_client, "1", **options)
-    assert refused.value.param is not None
-    assert refused.value.param.startswith(param)
+    assert error.value.param is not None
+    assert error.value.param.startswith(param)
 
 
 def test_a_template_without_tools_refuses_them(server: Running) -> None:
-    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     for fields, param in (({"tools": TOOLS}, "tools"), ({"tools": TOOLS, "tool_choice": "none"}, "tools"),
                           ({"tool_choice": "auto"}, "tool_choice")):
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**asked, **fields})
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, **fields})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 

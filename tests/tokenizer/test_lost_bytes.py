@@ -1,4 +1,7 @@
-"""What a tokenizer loses of a text: counted by decoding, except where its definition tells that it is nothing."""
+"""Tests of what a tokenizer loses of a text.
+
+The loss is counted by decoding, unless the tokenizer's definition tells that nothing is lost.
+"""
 
 import json
 from collections.abc import Callable
@@ -26,24 +29,24 @@ def lost_of(tokenizer: Tokenizer, text: str) -> Lost:
     return LossCounter(tokenizer).count([text], [tokenizer.encode(text)])
 
 
-def changed(tokenizer: JsonTokenizer, change: Callable[[Any], None]) -> JsonTokenizer:
-    """The same after a change of its library's object."""
+def with_change(tokenizer: JsonTokenizer, change: Callable[[Any], None]) -> JsonTokenizer:
+    """Returns the tokenizer after a change of its library's object."""
     library = tokenizers.Tokenizer.from_str(tokenizer.definition)
     change(library)
     return JsonTokenizer(library.to_str())
 
 
 def with_normalizer(normalizer: Any) -> JsonTokenizer:
-    return changed(BPE, lambda library: setattr(library, "normalizer", normalizer))
+    return with_change(BPE, lambda library: setattr(library, "normalizer", normalizer))
 
 
 def with_pre_tokenizer(*steps: Any) -> JsonTokenizer:
-    return changed(BPE, lambda library: setattr(library, "pre_tokenizer", pre_tokenizers.Sequence(
+    return with_change(BPE, lambda library: setattr(library, "pre_tokenizer", pre_tokenizers.Sequence(
         [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False)])))
 
 
 def wordpiece(*words: str) -> JsonTokenizer:
-    """As BERT's file is: lower case, words between spaces and punctuation, and a decoder that cleans up."""
+    """Returns a tokenizer like BERT's file: lower case, words between spaces and punctuation, and a decoder that cleans up."""
     vocabulary = {token: number for number, token in enumerate([END_OF_TEXT, "[UNK]", *words])}
     library = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     library.normalizer = normalizers.BertNormalizer()
@@ -72,7 +75,7 @@ def unigram(byte_fallback: bool) -> JsonTokenizer:
     return JsonTokenizer(library.to_str())
 
 
-# Counted
+# Counting
 
 
 @pytest.mark.parametrize(("tokenizer", "text", "expected", "unknown"), [
@@ -111,20 +114,23 @@ def test_a_byte_that_the_alphabet_lacks_is_lost() -> None:
 
 
 def test_a_token_that_takes_the_spaces_beside_it_loses_them() -> None:
-    tokenizer = changed(BPE, lambda library: library.add_tokens([AddedToken("dog", lstrip=True)]))
+    tokenizer = with_change(BPE, lambda library: library.add_tokens([AddedToken("dog", lstrip=True)]))
     assert lost_of(tokenizer, "a   dog").bytes == 3
 
 
 @given(st.lists(st.sampled_from(["the ", "dog", "Ä", "é", "\n", "  ", "(x)", "你好", "NAÏVE "]), max_size=60).map("".join),
        st.sets(st.sampled_from("theodgx()\n äÄé你NAÏVE")), st.sampled_from([8, 64, lost_bytes.WINDOW]))
 def test_characters_left_out_are_counted_whatever_the_windows(text: str, gone: set[str], window: int) -> None:
-    """Against the dynamic programme that defines it. In windows, at most the ambiguous ends of some are counted too."""
-    kept = "".join(character for character in text if character not in gone)
+    """The number is exact if the text fits into one window.
+
+    Otherwise the ambiguous ends of some windows may be counted, too.
+    """
+    rest = "".join(character for character in text if character not in gone)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lost_bytes, "WINDOW", window)
-        found = missing_bytes(text.encode(), kept.encode())
-    exact = len(text.encode()) - len(kept.encode())
-    assert found == exact if len(text.encode()) <= window else exact <= found
+        missing = missing_bytes(text.encode(), rest.encode())
+    exact = len(text.encode()) - len(rest.encode())
+    assert missing == exact if len(text.encode()) <= window else exact <= missing
 
 
 LINES = Path(lost_bytes.__file__).read_text(encoding="utf-8").splitlines(keepends=True)[:100]
@@ -150,7 +156,7 @@ def test_a_long_text_is_counted_to_two_percent(back: str, monkeypatch: pytest.Mo
 
 
 def common(first: bytes, second: bytes) -> int:
-    """The length of the longest common subsequence, by the textbook's dynamic programme on whole texts."""
+    """Returns the length of the longest common subsequence, by the textbook's dynamic programme on whole texts."""
     before = np.frombuffer(first, np.uint8)
     row = np.zeros(len(before) + 1, np.int32)
     for byte in second:
@@ -176,7 +182,7 @@ KEEPING = {
 
 @pytest.mark.parametrize("tokenizer", KEEPING.values(), ids=KEEPING)
 @given(text=st.one_of(st.text(), st.text("ab c\u2581é\u0301 ﬁ1234\u00a0\n.")))
-def test_what_is_said_to_be_kept_comes_back(tokenizer: JsonTokenizer, text: str) -> None:
+def test_a_text_that_a_tokenizer_keeps_comes_back(tokenizer: JsonTokenizer, text: str) -> None:
     """One space at the beginning may be lost: SentencePiece adds one."""
     counter = LossCounter(tokenizer)
     assert counter.keeps("plain text, 123\n")
@@ -195,8 +201,8 @@ def test_what_is_said_to_be_kept_comes_back(tokenizer: JsonTokenizer, text: str)
     dropping(ASCII), with_unknown(ASCII), wordpiece("dog"), metaspace(), unigram(byte_fallback=False),
     with_normalizer(normalizers.Lowercase()), with_pre_tokenizer(pre_tokenizers.Whitespace()),
     with_pre_tokenizer(pre_tokenizers.Split(" ", "removed")),
-    changed(BPE, lambda library: library.add_tokens([AddedToken("dog", rstrip=True)])),
-    changed(unigram(byte_fallback=True), lambda library: library.add_tokens(["dog"])),
+    with_change(BPE, lambda library: library.add_tokens([AddedToken("dog", rstrip=True)])),
+    with_change(unigram(byte_fallback=True), lambda library: library.add_tokens(["dog"])),
 ], ids=lambda value: None)
 def test_what_may_lose_text_is_never_trusted(tokenizer: JsonTokenizer) -> None:
     counter = LossCounter(tokenizer)
@@ -205,7 +211,7 @@ def test_what_may_lose_text_is_never_trusted(tokenizer: JsonTokenizer) -> None:
     assert not counter.keeps("a dog")
 
 
-# Said
+# Messages
 
 
 def test_numbers_are_withheld_above_one_share_alone() -> None:

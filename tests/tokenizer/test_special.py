@@ -1,4 +1,4 @@
-"""What ends a text by each kind of tokenizer file, that nobody can type a special token, and texts that go on after others."""
+"""Tests of what ends a text in each kind of tokenizer file, of special tokens, which nobody can type, and of continuations."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ TYPED = st.lists(st.sampled_from([*NAMES, *LETTERS, " ", "\n", "<", ">", "</", "
 @given(text=TYPED)
 @settings(max_examples=25)
 def test_no_text_encodes_to_a_special_token(kind: str, text: str) -> None:
-    """But to the one for what the vocabulary lacks, where it lacks something."""
+    """The unknown token is the exception, where the vocabulary lacks something."""
     tokenizer = TOKENIZERS[kind]
     parsed = json.loads(KINDS[kind])
     forbidden = {*tokenizer.special.values(), *tokenizer.ends} - {tokenizer.special.get(special.unknown_token(parsed) or "")}
@@ -47,7 +47,7 @@ def test_a_special_tokens_name_is_spelt_where_the_letters_are_there(text: str) -
 @given(data=st.data())
 @settings(max_examples=30)
 def test_a_text_goes_on_after_its_ids(kind: str, data: st.DataObject) -> None:
-    """Whatever the ids, and wherever the second part begins; the names of the tokens are its pieces."""
+    """The ids are random, and the second part begins anywhere. The names of the tokens are the pieces of the text."""
     tokenizer = EVERY[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
     cut = data.draw(st.integers(0, len(ids)))
@@ -94,7 +94,7 @@ def test_a_file_that_leaves_it_open_is_refused_and_the_option_helps(tmp_path: Pa
         Tokenizer.named(str(path), "data.tokenizer")
     tokenizer = Tokenizer.named(str(path), end_of_text=specials[-1])
     assert tokenizer.ends == (tokenizer.special[specials[-1]],)
-    for name, wrong in ((str(path), "<y>"), ("byte", "a")):              # which other tokenizers have not
+    for name, wrong in ((str(path), "<y>"), ("byte", "a")):              # the tokenizer byte has no special tokens
         with pytest.raises(UserError):
             Tokenizer.named(name, end_of_text=wrong)
 
@@ -105,7 +105,7 @@ def test_a_token_that_is_no_special_one_can_end_a_text_and_is_never_encoded() ->
 
 
 def test_a_definition_of_an_older_version_means_what_it_meant() -> None:
-    """Token 0 separated the documents that its model has learnt, whatever it is; the hash does not depend on it."""
+    """Token 0, whatever it is, separated the documents that the model has learnt. The hash does not depend on it."""
     older = Tokenizer.from_dict({"kind": "json", "definition": sentencepiece_bpe()})
     newer = JsonTokenizer(sentencepiece_bpe())
     assert (older.ends, newer.ends) == ((0,), (2,))

@@ -1,4 +1,4 @@
-"""Tokenizers: decode inverts encode, decoding id by id returns whole characters, and errors name the wrong input."""
+"""Tests of tokenizers: decode inverts encode, decoding id by id returns whole characters, and errors name the wrong input."""
 
 import itertools
 import json
@@ -25,7 +25,9 @@ REPLACEMENT = "\ufffd"
 
 
 def byte_fallback() -> JsonTokenizer:
-    """As SentencePiece's models come: words start with U+2581, what the vocabulary lacks is spelt in bytes."""
+    """Returns a tokenizer like SentencePiece's models: words start with U+2581, and what the vocabulary lacks is spelt in
+    bytes.
+    """
     tokens = ["</s>", "<unk>", *(f"<0x{value:02X}>" for value in range(256)), "\u2581", *"abcdefghij", "ab", "\u2581c", "é"]
     library = tokenizers.Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)},
                                               merges=[("a", "b"), ("\u2581", "c")], unk_token="<unk>", byte_fallback=True))
@@ -37,7 +39,7 @@ def byte_fallback() -> JsonTokenizer:
 
 
 def like_neox() -> JsonTokenizer:
-    """As GPT-NeoX's file is: NFC, byte-level, and runs of spaces as tokens that are matched before anything else."""
+    """Returns a tokenizer like GPT-NeoX's file: NFC, byte-level, and runs of spaces as tokens that are matched first."""
     library = tokenizers.Tokenizer.from_str(JsonTokenizer.train([SAMPLE, "a \n b\t\n c\n\n d " * 50], 340).definition)
     library.normalizer = normalizers.NFC()
     library.add_tokens([AddedToken(" " * length, normalized=True) for length in range(2, 8)])
@@ -51,7 +53,7 @@ WORLD = [Tokenizer.named("world")] if find_spec("pyrwkv_tokenizer") else []
 
 
 def kind(tokenizer: Tokenizer) -> str:
-    """For the names of tests."""
+    """Returns the tokenizer's name in the names of tests."""
     return {id(NEOX): "neox", id(FALLBACK): "fallback"}.get(id(tokenizer), tokenizer.kind)
 
 
@@ -82,9 +84,9 @@ def test_char_ids_follow_the_sorted_characters_from_one_on() -> None:
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE, FALLBACK, *WORLD], ids=kind)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters=f"\0{REPLACEMENT}\u2581")))
 def test_id_by_id_no_half_character_is_shown(tokenizer: Tokenizer, text: str) -> None:
-    shown = pieces(tokenizer, tokenizer.encode(text))
-    assert "".join(shown) == text
-    assert not any(REPLACEMENT in piece for piece in shown)
+    texts = pieces(tokenizer, tokenizer.encode(text))
+    assert "".join(texts) == text
+    assert not any(REPLACEMENT in piece for piece in texts)
 
 
 def test_an_incomplete_character_is_replaced_at_the_end_or_at_what_cannot_continue_it() -> None:
@@ -134,7 +136,7 @@ def test_a_batch_is_encoded_as_each_text_alone() -> None:
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE, NEOX, FALLBACK], ids=kind)
 @given(text=st.text(st.sampled_from("ab1' \n\r\t\xa0\u2028\u0301é.=你😀"), max_size=80) | st.text(st.sampled_from("ab \n\t")),
        sizes=st.lists(st.integers(1, 9), min_size=1))
-def test_in_parts_as_whole(tokenizer: Tokenizer, text: str, sizes: list[int]) -> None:
+def test_a_text_is_encoded_in_parts_as_whole(tokenizer: Tokenizer, text: str, sizes: list[int]) -> None:
     ends = [0, *itertools.takewhile(lambda end: end < len(text), itertools.accumulate(itertools.cycle(sizes))), len(text)]
     parts = itertools.starmap(lambda start, end: text[start:end], itertools.pairwise(ends))
     assert [index for ids in tokenizer.encode_stream(parts) for index in ids] == tokenizer.encode(text)
@@ -148,7 +150,9 @@ def test_a_text_with_lines_is_encoded_in_bounded_pieces(tokenizer: Tokenizer) ->
 
 
 def test_a_text_split_at_lines_has_the_ids_of_the_whole_even_if_tokens_look_across_them() -> None:
-    """Words with newlines; a space put before each text; a normaliser, a stripping token or a token that spans the place."""
+    """Tokens look across lines because of words with newlines, a space put before each text, a normaliser, a token that strips
+    spaces, or a token that spans the place.
+    """
     for change in ({"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)},
                    {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
                    {"normalizer": normalizers.Replace("a\n", "b")}, {"token": AddedToken("ab", rstrip=True)},
@@ -168,7 +172,7 @@ def test_ids_are_the_library_s_own(text: str) -> None:
 
 
 def test_gpt_neox_ids_are_the_library_s_own(request: pytest.FixtureRequest) -> None:
-    """On text of many scripts; benchmarks/tokenization.py compares random strings."""
+    """The text has many scripts. benchmarks/tokenization.py compares random strings."""
     path = request.config.getoption("--neox")
     if not path:
         pytest.skip("pytest --neox FILE, with GPT-NeoX's 20B_tokenizer.json, compares its ids")
@@ -207,7 +211,8 @@ WRONG = {
     "other JSON": '{"a": 1}',
     "truncated": BPE.definition[:1000],
     "empty": "",
-    "a panic of the library": json.dumps(json.loads(BPE.definition) | {         # a BaseException that is no Exception
+    # the library raises a BaseException that is no Exception
+    "a panic of the library": json.dumps(json.loads(BPE.definition) | {
         "model": json.loads(BPE.definition)["model"] | {"continuing_subword_prefix": "longer than any token"}}),
 }
 
@@ -301,12 +306,12 @@ def test_weights_alone_need_a_tokenizer_to_be_named(tmp_path: Path, vocab_size: 
 
 def test_a_line_says_how_a_checkpoint_is_spoken_to_and_how_long_its_texts_were(tmp_path: Path) -> None:
     model = small_model("conv1d", 256, n_layer=1, n_embd=2)
-    for name, said in (("rwkv7-g1k-0.1b-ctx25600.pth", "25,600"), ("bare.pth", None), ("rwkv7-g1k.safetensors", "32")):
-        model.save_pretrained(tmp_path / name)           # with the configuration in the last one alone
+    for name, length in (("rwkv7-g1k-0.1b-ctx25600.pth", "25,600"), ("bare.pth", None), ("rwkv7-g1k.safetensors", "32")):
+        model.save_pretrained(tmp_path / name)           # only the last file has the configuration
         checkpoint = read_checkpoint(tmp_path / name)
         line = template_line(checkpoint, template_choice(checkpoint))
         assert line.startswith("g1 (" if "g1k" in name else "world (")
-        assert f"up to {said} tokens" in line if said else "tokens" not in line
+        assert f"up to {length} tokens" in line if length else "tokens" not in line
 
 
 def test_weights_alone_with_world_s_number_of_tokens_are_world_s(tmp_path: Path) -> None:
@@ -319,7 +324,7 @@ def test_weights_alone_with_world_s_number_of_tokens_are_world_s(tmp_path: Path)
 
 
 def test_a_run_does_not_go_on_with_another_tokenizer() -> None:
-    """As it would where the text that a bpe was trained on has changed since."""
+    """The tokenizer differs, for example, if the text that a bpe was trained on has changed since."""
     task = LanguageModel(small_model("conv1d", BPE.vocab_size), OptimConfig(), 1, 1.0)
     task.entry = describe({}, BPE.vocab_size, BPE)
     task.on_load_checkpoint({"timemix": describe({}, BPE.vocab_size, BPE)})

@@ -1,4 +1,4 @@
-"""The World vocabulary: the longest token at each place, with the Rust library and without it, and every wrong file named."""
+"""Tests of the World vocabulary: the longest token at each place, with the Rust library and without it, and wrong files."""
 
 import logging
 import sys
@@ -19,7 +19,7 @@ HARD = b"".join(["€".encode()[1:], "é".encode() * 3 + b"\xe2", b"\xe3\x81", b
 
 
 def longest_match(tokens: list[bytes], data: bytes) -> list[int]:
-    """The definition, slowly."""
+    """Returns the ids by the definition, slowly."""
     ids, at = [], 0
     while at < len(data):
         ids.append(max((index for index, token in enumerate(tokens) if token and data.startswith(token, at)),
@@ -29,7 +29,7 @@ def longest_match(tokens: list[bytes], data: bytes) -> list[int]:
 
 
 def spanning() -> Vocabulary:
-    """Tokens that begin and end inside characters, and that join what is UTF-8 to what is not."""
+    """Returns tokens that begin and end inside characters, and that join what is UTF-8 to what is not."""
     euro, more = "€".encode(), [b"ab", b"abc", b"b\xff", b"\xffa", b"\xffab\xfe", b"a" * 9 + b"\xff", b"ca" * 4]
     more += [euro, euro + b"a", euro[1:] + b"a", b"c" + euro[:2], b"\xff" + euro[:1], euro[2:] + euro + b"\xfe", euro * 2]
     return world_vocabulary(more)
@@ -43,9 +43,9 @@ MIXED = st.lists(st.sampled_from(PARTS), max_size=30).map(b"".join)
 @pytest.fixture(scope="module")
 def tokenizer() -> WorldTokenizer:
     pytest.importorskip("pyrwkv_tokenizer", reason="pyrwkv-tokenizer, which carries the vocabulary, is not installed")
-    found = Tokenizer.named("world")
-    assert isinstance(found, WorldTokenizer)
-    return found
+    result = Tokenizer.named("world")
+    assert isinstance(result, WorldTokenizer)
+    return result
 
 
 @given(data=MIXED)
@@ -62,16 +62,16 @@ def test_text_is_matched_with_the_library_and_without_it(text: str) -> None:
 def test_a_missing_library_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "pyrwkv_tokenizer", None)
     with caplog.at_level(logging.WARNING):
-        found, count = spanning(), world.SHORT // 4 + 1
-        found.encode("ab")
+        vocabulary, count = spanning(), world.SHORT // 4 + 1
+        vocabulary.encode("ab")
         assert not caplog.records
         for _ in range(2):
-            assert found.encode("ab€a" * count) == count * longest_match(found.tokens, "ab€a".encode())
+            assert vocabulary.encode("ab€a" * count) == count * longest_match(vocabulary.tokens, "ab€a".encode())
     assert [record.getMessage() for record in caplog.records] == [world.SLOW]
 
 
 @given(text=st.text(st.sampled_from("abc€é\n"), max_size=60), size=st.integers(1, 40))
-def test_in_parts_as_whole_even_if_tokens_span_characters(text: str, size: int) -> None:
+def test_a_text_is_encoded_in_parts_as_whole_even_if_tokens_span_characters(text: str, size: int) -> None:
     tokenizer = WorldTokenizer(SPANNING.to_text())
     parts = [text[at:at + size] for at in range(0, len(text), size)]
     assert [index for ids in tokenizer.encode_stream(parts) for index in ids] == SPANNING.encode(text)
@@ -88,7 +88,7 @@ def test_the_vocabulary_is_that_of_the_published_models(tokenizer: WorldTokenize
 
 
 def test_known_ids(tokenizer: WorldTokenizer) -> None:
-    """From the README of pyrwkv-tokenizer."""
+    """The README of pyrwkv-tokenizer has these ids."""
     ids = [33520, 4600, 332, 59219, 21509, 47, 33, 10381, 11639, 13091, 15597, 11685, 14734, 10250, 11639, 10080]
     assert tokenizer.encode("Today is a beautiful day. 今天是美好的一天。") == ids
     assert tokenizer.decode(ids) == "Today is a beautiful day. 今天是美好的一天。"
