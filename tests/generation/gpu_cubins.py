@@ -13,7 +13,7 @@ from models import small_model
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
-from triton_cubins import BY_16, facts, is_constant, is_even
+from triton_cubins import DIVISIBLE_BY_16, facts, is_constant, is_even
 
 from kernels.draw import NO_BIAS, Filters, _penalties, triton_v0
 from rwkv.model.decoding import triton_step
@@ -35,7 +35,7 @@ def main(arch: int) -> None:
         if name not in resources:
             types = {param.name: "constexpr" if param.name in constants else kind(arg)
                      for param, arg in zip(kernel.params, args, strict=True)}
-            even = {(i,): BY_16 for i, (param, arg) in enumerate(zip(kernel.params, args, strict=True))
+            even = {(i,): DIVISIBLE_BY_16 for i, (param, arg) in enumerate(zip(kernel.params, args, strict=True))
                     if param.name not in constants and is_even(arg) and not param.do_not_specialize}
             source = ASTSource(kernel, types, constants, even)
             resources[name] = facts(compile(source, target=GPUTarget("cuda", arch, 32), options=options))

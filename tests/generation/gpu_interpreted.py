@@ -31,6 +31,7 @@ from rwkv.model.state import State
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
+rwkv4_in_soak = pytest.mark.parametrize("generation", ["rwkv7", pytest.param("rwkv4", marks=pytest.mark.soak)])
 patch_language_once()
 
 
@@ -115,7 +116,7 @@ def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, format
         assert error(decoder.step(read), reference.step(read)) < allowed
 
 
-@each_generation
+@rwkv4_in_soak
 def test_a_row_is_to_the_bit_what_it_is_in_any_bucket(generation: str) -> None:
     model = model_of(generation)
     read = tokens(model, B=6, T=3)
@@ -126,7 +127,7 @@ def test_a_row_is_to_the_bit_what_it_is_in_any_bucket(generation: str) -> None:
 
 
 @pytest.mark.usefixtures("sums_in_order")
-@each_generation
+@rwkv4_in_soak
 def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation: str) -> None:
     """Prompts of one token or several follow empty states or others. A text that is being generated stays as it is."""
     model = model_of(generation)
@@ -154,7 +155,7 @@ def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation:
 
 
 @pytest.mark.usefixtures("sums_in_order")
-@each_generation
+@rwkv4_in_soak
 def test_an_engine_reads_short_prompts_together(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each result is that of the prompt alone, beside a long prompt, log-probabilities and a row that is cancelled."""
     model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16)
@@ -383,7 +384,7 @@ def texts(model: RWKV, n: int = 5) -> list[tuple[str, str | None]]:
     return [(row.sample.text, row.sample.finish_reason) for row in rows]
 
 
-@each_generation
+@rwkv4_in_soak
 def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The vocabulary fits in one block, because draws from several blocks are compared above."""
     monkeypatch.setattr(triton_v0, "BLOCK", 512)

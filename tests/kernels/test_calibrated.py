@@ -111,7 +111,7 @@ def test_unusual_weights_and_inputs(format: str) -> None:
     half_zero = torch.cat((torch.ones(K // 2), torch.zeros(K // 2))).diag()
     outlier = matrix()
     outlier[3, 5] = 1000.0
-    for M in (torch.zeros(K, K), torch.eye(K), ones @ ones.T, half_zero, 1e12 * moments(), 1e30 * moments(), 1e-30 * moments()):
+    for M in (torch.zeros(K, K), torch.eye(K), ones @ ones.T, half_zero, 1e30 * moments(), 1e-30 * moments()):
         assert torch.equal(rounded(torch.zeros(N, K), M, format), torch.zeros(N, K))
         for weight in (matrix(), matrix().abs(), -matrix().abs(), outlier, 1e-5 * matrix(), matrix().bfloat16(),
                        torch.full((N, K), 0.3)):

@@ -179,7 +179,7 @@ def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, format: s
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", FORMATS_HERE)
 @torch.inference_mode()
 def test_tokens_read_ahead_have_the_bits_of_steps(level: str, format: str, generation: str) -> None:
     """The logits and the state after each token are compared, for rows that read ahead and rows that read one token.

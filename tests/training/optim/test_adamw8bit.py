@@ -152,7 +152,7 @@ RUN = (*SMALL, "logger=csv", "model=rwkv7_tiny", "model.n_layer=1", "model.n_emb
        "trainer.checkpoint_every=10")
 
 
-@pytest.mark.programs
+@pytest.mark.soak
 def test_a_run_continues_to_the_bit_and_its_checkpoint_is_read_as_any_other(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     options = (*RUN, "optim=adamw8bit", "trainer.optim_in_backward=true")
