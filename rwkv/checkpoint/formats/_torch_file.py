@@ -26,6 +26,7 @@ from torch import Tensor, _utils
 
 from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
+from rwkv.checkpoint.mapping import torch_maps_large_files
 from rwkv.errors import CheckpointError
 
 ZIP = b"PK"
@@ -54,9 +55,11 @@ def load(path: Path) -> Dictionary:
         _check_zip(path)
         _require_plain(path)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch_maps_large_files():
             warnings.simplefilter("ignore")      # torch warns about pickles of other programs; the error below suffices
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except CheckpointError:
+        raise
     except Exception as error:                   # torch raises no common error class for damaged files
         if OTHER_OBJECTS in str(error):          # _require_plain cannot inspect files from before zip
             raise CheckpointError(f"{path} contains objects other than tensors, and loading such objects would execute code. "

@@ -23,6 +23,7 @@ from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.generations import generation_of
 from rwkv.checkpoint.lazy_tensors import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.lazy_tensors import Stored, bytes_view, release
+from rwkv.checkpoint.mapping import map_file
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 
@@ -45,7 +46,7 @@ def read(path: Path) -> Content:
     with path.open("rb") as file:
         declared = _read_header(path, file)
         length = path.stat().st_size
-        bytes_ = torch.from_file(str(path), shared=False, size=length, dtype=torch.uint8)
+        bytes_ = map_file(path)
         tensors: dict[str, Stored] = {}
         while file.tell() < length:
             tensor = _read_tensor(path, file, bytes_)

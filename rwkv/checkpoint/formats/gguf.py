@@ -29,6 +29,7 @@ from rwkv.checkpoint.formats._gguf_types import DTYPES, package, reader
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, unknown_key_notes
 from rwkv.checkpoint.lazy_tensors import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
+from rwkv.checkpoint.mapping import map_file
 from rwkv.errors import CheckpointError, UserError
 from rwkv.gguf import MAGIC, SPLIT_COUNT, model_parts
 from rwkv.io.atomic import write_file
@@ -80,7 +81,7 @@ def read(path: Path) -> Content:
 
 
 def _read_part(path: Path) -> tuple[JsonObject, dict[str, Stored]]:
-    bytes_ = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+    bytes_ = map_file(path)
     metadata, infos = read_header(path, bytes_.numpy().data)
     tensors: dict[str, Stored] = {}
     for info in infos:

@@ -19,6 +19,7 @@ from torch import Tensor
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import _packed, first_bytes
 from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
+from rwkv.checkpoint.mapping import torch_maps_large_files
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
@@ -37,7 +38,8 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Content:
     try:
-        file = safe_open(path, "pt")
+        with torch_maps_large_files():
+            file = safe_open(path, "pt")
         metadata = file.metadata() or {}
         tensors = {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118  file is not a dictionary
     except CheckpointError:
