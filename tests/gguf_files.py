@@ -30,7 +30,8 @@ def random_blocks(kind: str, rows: int, width: int, seed: int) -> ndarray:
     scale = 1.0
     for _ in range(2):                   # values are linear in these numbers
         for place in HALVES[kind]:
-            data[:, place:place + 2] = np.array([scale], np.float16).view(np.uint8)
+            signs = random.choice([1.0, -1.0], (len(data), 1))
+            data[:, place:place + 2] = (scale * signs).astype(np.float16).view(np.uint8)
         values = gguf.dequantize(data.reshape(rows, -1), KINDS[kind])
         scale /= float(np.sqrt((values ** 2).mean() * width))
     return data.reshape(rows, -1)

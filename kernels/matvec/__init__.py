@@ -36,7 +36,7 @@ from kernels.matvec._packing import exact_copy as exact_copy
 from kernels.operator import Operator
 
 TOGETHER = 8                             # int4 groups whose words are interleaved, so that a vector contains one word of each
-LARGEST = 127                            # int4 and k-quants: largest integer of a rounded group of x; 16 * 15 * 127 < 2^15
+LARGEST = 127                            # int4, k-quants: largest integer of a rounded group of x; in int4 16 * 15 * 127 < 2^15
 MOST_ROWS = 16                           # for more rows, an ordinary matrix product is faster
 Bound = Callable[[Tensor], list[Tensor]]
 

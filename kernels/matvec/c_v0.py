@@ -21,7 +21,10 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 
 def int8_product(packed: Int8) -> Callable[[Tensor], Tensor]:
-    """Returns a function that computes y (R,N) from a contiguous float32 x (R,K), which it rounds as FBGEMM does."""
+    """Returns a function that computes y (R,N) from a contiguous float32 x (R,K), which it rounds as FBGEMM does.
+
+    The model's int8 layers use it, because FBGEMM's rounding and Int8.rounded differ in ties.
+    """
     N, K = packed.weight.shape
     most_rows = max(64, CACHED // K)
     offset = packed.rounding.offset
@@ -31,7 +34,7 @@ def int8_product(packed: Int8) -> Callable[[Tensor], Tensor]:
     def product(x: Tensor) -> Tensor:
         R = len(x)
         q, largest, y = x.new_empty(R, K, dtype=torch.uint8), x.new_empty(R, 1), x.new_empty(R, N)
-        native.run("matvec_quantize", native.threads_for(R), R, K, packed.non_negative, offset, per_step, x, q, largest)
+        native.run("matvec_quantize", _threads(R, K), R, K, packed.non_negative, offset, per_step, x, q, largest)
         for rows in (slice(first, first + most_rows) for first in range(0, R, most_rows)):
             n = len(q[rows])
             threads = 1 if N * K * n <= SMALL else native.threads_for(N)
@@ -91,7 +94,7 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         per_block = 2 * BLOCK // (KQuant.inputs if isinstance(packed, KQuant) else GROUP)
         floats = x.new_empty(R, K // BLOCK * per_block)
         q = x.new_empty(R, K, dtype=torch.uint8)
-        native.run("matvec_arrange", native.threads_for(R), KINDS[packed.format], R, K, per_block,
+        native.run("matvec_arrange", _threads(R, K), KINDS[packed.format], R, K, per_block,
                    torch.nn.functional.pad(x, (0, K - packed.K)) if K > packed.K else x, q, floats)
         return floats, q
     return x, x
@@ -99,3 +102,8 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
 
 def _padded_K(packed: Packed) -> int:
     return -(-packed.K // BLOCK) * BLOCK if isinstance(packed, Int4) else packed.K
+
+
+def _threads(R: int, K: int) -> int:
+    """Returns the number of threads that prepare x (R,K), one row at a time."""
+    return 1 if R * K <= SMALL else native.threads_for(R)

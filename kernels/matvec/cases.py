@@ -38,8 +38,9 @@ def random_blocks(format: str, N: int, K: int, generator: torch.Generator) -> Bl
     scale = 1.0
     for _ in range(2):                   # multiplying all scales multiplies all values
         for place in kind.halves:
-            spread = torch.rand(len(blocks), 1, generator=generator) + 0.5
-            blocks[:, place:place + 2] = (scale * spread).half().view(torch.uint8)
+            spread = torch.rand(len(blocks), generator=generator) + 0.5
+            spread[::2] *= -1
+            blocks[:, place:place + 2] = (scale * spread).half().view(torch.uint8).view(-1, 2)
         packed = kind(blocks.view(N, K // kind.elements * kind.bytes_per_block))
         if blocks.numel():
             scale /= (packed.dense(torch.float64).square().mean().item() * K) ** 0.5

@@ -120,28 +120,25 @@ IN_BOTH = pytest.mark.skipif(bool(reason := why_not("matvec", "fbgemm") or why_n
 
 
 @IN_BOTH
-@given(st.integers(1, 16), st.integers(1, 70), st.integers(1, 200), st.booleans(), st.integers(-4, 4), st.integers(0, 9))
-def test_few_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_negative: bool, scale: int, seed: int) -> None:
-    """A short prompt has the bits that it has at the end of a longer prompt, and a row has the bits that it has among many
-    rows.
-    """
+@given(st.integers(1, 90), st.integers(1, 70), st.integers(1, 200), st.booleans(), st.integers(-4, 4), st.integers(0, 9))
+def test_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_negative: bool, scale: int, seed: int) -> None:
+    """Negative inputs of a layer for non-negative ones count as zeros."""
     torch.manual_seed(seed)
     weight, x = torch.randn(N, K) * 10.0 ** scale, torch.randn(R, K)
-    x = x.relu() if non_negative else x
     layer, by_fbgemm = Int8Linear(weight, non_negative), Int8Linear(weight, non_negative, in_c=False)
     assert torch.equal(layer(x), by_fbgemm(x))
     assert torch.equal(layer(x.repeat(17, 1))[:R], by_fbgemm(x))
 
 
 @IN_BOTH
-def test_an_int8_weight_is_in_memory_once_until_two_orders_are_needed() -> None:
-    """Training needs the weight only in FBGEMM's order, and a text of a few words needs the weight only row by row."""
+def test_an_int8_weight_is_in_memory_once() -> None:
+    """Training needs the weight in FBGEMM's order, and generation needs the weight row by row."""
     weight = torch.randn(40, 64)
     trained = Int8Linear(weight, in_c=False)
     trained(torch.randn(3, 64))
     assert not trained._row_major
     read = Int8Linear(weight)
-    read(torch.randn(3, 64))
+    read(torch.randn(300, 64))
     assert "_fbgemm_weight" not in vars(read)
     assert torch.equal(read.packed.weight, trained.packed.weight)
     assert torch.equal(read.packed.scale, trained.packed.scale)

@@ -361,8 +361,8 @@ INLINE void unpack_block(enum kind kind, const uint8_t *block, float *y) {
             int first = v * 4 * WIDE + part * WIDE, sub_block = first / SUB_BLOCK;
             int8_t VECTOR(WIDE) some;
             memcpy(&some, (const char *)&q + part * WIDE, sizeof some);
-            wide integers = __builtin_convertvector(some, wide) * (float)scales.s[sub_block];
-            wide_store(y + first, integers * scales.d + (0.0f - scales.m * (float)scales.t[sub_block]));      // -0 + 0 is 0
+            wide integers = __builtin_convertvector(some, wide) * (float)scales.s[sub_block] + 0.0f;      // 0 in place of -0
+            wide_store(y + first, integers * scales.d - scales.m * (float)scales.t[sub_block]);
         }
     }
 }

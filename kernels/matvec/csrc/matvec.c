@@ -82,6 +82,7 @@ INLINE float find_largest(const float *x, int64_t K, int64_t non_negative) {
 INLINE uint8_t VECTOR(8) quantize_8(floats x, float largest, double per_step, double offset) {
     doubles steps = __builtin_convertvector(x / largest, doubles) * per_step;
     floats levels = round_even(__builtin_convertvector(steps + offset, floats));
+    levels = __builtin_elementwise_max(__builtin_elementwise_min(levels, splat(255.0f)), splat(0.0f));
     return __builtin_convertvector(__builtin_convertvector(levels, ints), uint8_t VECTOR(8));
 }
 
