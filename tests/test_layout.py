@@ -158,7 +158,8 @@ def test_a_wrong_import_is_noticed() -> None:
         ("rwkv.training.loggers", "import wandb"), ("rwkv.training.task", "from omegaconf import DictConfig"),
         ("rwkv.model.rwkv4", "from kernels.wkv4.reference import forward"), ("rwkv.cli", "import train"),
         ("rwkv.cli", "import torch"), ("rwkv.serving.api", "import torch"), ("rwkv.programs.serve", "import uvicorn"),
-        ("rwkv.serving.engine.remote", "import torch"), ("rwkv.serving.states.folder", "import rwkv.generation.state_files"),
+        ("rwkv.serving.engine.remote", "import torch"),
+        ("rwkv.serving.states.folder_lock", "import rwkv.generation.state_files"),
         ("rwkv.programs.train", "import lightning"), ("rwkv.data.shards", "import rwkv.pretrained"),
         ("rwkv.training.setup", "import rwkv.pretrained"), ("rwkv.io.cache", "from rwkv.config import ModelConfig"))
     right = (

@@ -9,7 +9,7 @@ template wrote it. The end_of_text after an answer is learnt, so that a tuned mo
 conversation, because none precedes a prompt in generation.
 
 Rows are filled by best fit, the longest conversations first. A conversation longer than a row is truncated. With trainer.tbptt,
-training reads whole conversations (rwkv/data/segments.py). Validation does the same if any conversation is longer than a row.
+training reads whole conversations (tbptt_segments.py). Validation does the same if any conversation is longer than a row.
 
 The folder cache/chat-KEY contains the ids, one byte per id (1 if the id is learnt), and the offsets of the conversations.
 """

@@ -33,8 +33,8 @@ from rwkv.data.conversations import RowSampler, WholeConversations, count_longer
 from rwkv.data.mixture.windows import MixedValidation, MixedWindows, MixSampler, seed_of
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
-from rwkv.data.segments import SegmentDataset, SegmentSampler, chunks_of
 from rwkv.data.streaming.lanes import StreamLoader
+from rwkv.data.tbptt_segments import SegmentDataset, SegmentSampler, chunks_of
 from rwkv.data.windows import ShuffleSampler, StepLayout, Windows
 from rwkv.errors import UserError
 from rwkv.io.json_types import StateDict

@@ -28,7 +28,7 @@ from rwkv.serving.responses.store import Responses
 from rwkv.serving.service import Service
 from rwkv.serving.sharing import SharedFolder
 from rwkv.serving.states.client_states import ClientStates
-from rwkv.serving.states.folder import claim
+from rwkv.serving.states.folder_lock import claim
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG_TEXT = "a long text. " * 6000       # exceeds SHORT in rwkv/tokenizer/world.py, so that encoding it loads the fast library

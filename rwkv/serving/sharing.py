@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.responses.store import Responses
-from rwkv.serving.states.folder import STATE
+from rwkv.serving.states.folder_lock import STATE
 
 SETTLED_NS = 50_000_000                  # within this time after a change, a folder may change again with the same time stamp
 

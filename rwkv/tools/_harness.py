@@ -23,7 +23,7 @@ from rwkv.evaluation import EvaluatedSequence, score_batch, score_endings
 from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.lost_bytes import LossCounter
-from rwkv.tools._task_options import engine_options, seeds_of
+from rwkv.tools._lm_eval_options import engine_options, seeds_of
 
 Pair = tuple[object, list[int], list[int]]  # (texts, context ids, continuation ids)
 

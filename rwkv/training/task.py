@@ -30,7 +30,7 @@ from rwkv.data.conversations import Packed, Whole
 from rwkv.data.mixture import source_metric
 from rwkv.data.mixture.windows import SourceBatch
 from rwkv.data.pairs import Pairs
-from rwkv.data.segments import Segments
+from rwkv.data.tbptt_segments import Segments
 from rwkv.distributed import all_sum, rank, world_size
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonMapping, StateDict

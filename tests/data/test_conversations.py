@@ -17,7 +17,7 @@ from rwkv.config import DataConfig, OptimConfig, TrainerConfig
 from rwkv.data.conversations import ConversationRows, Packed, RowSampler, Whole, annotated_conversations, packed_rows
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.data.segments import DocumentChunks, SegmentDataset, SegmentSampler
+from rwkv.data.tbptt_segments import DocumentChunks, SegmentDataset, SegmentSampler
 from rwkv.data.windows import StepLayout
 from rwkv.errors import UserError
 from rwkv.model.loss import IGNORED

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from rwkv.errors import UserError
 from rwkv.evaluation import EvaluatedSequence, score_batch, score_endings
 from rwkv.tokenizer.tokenizers import JsonTokenizer
-from rwkv.tools._task_options import engine_options, seeds_of
+from rwkv.tools._lm_eval_options import engine_options, seeds_of
 from rwkv.tools.lm_eval import command_line
 
 ROOT = Path(__file__).parent.parent.parent

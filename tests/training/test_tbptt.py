@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.bench.profiler import extra_bytes
 from rwkv.config import OptimConfig, TrainerConfig
-from rwkv.data.segments import DocumentChunks, SegmentDataset, Segments, SegmentSampler
+from rwkv.data.tbptt_segments import DocumentChunks, SegmentDataset, Segments, SegmentSampler
 from rwkv.data.windows import StepLayout
 from rwkv.model.loss import IGNORED
 from rwkv.training.task import LanguageModel

@@ -14,7 +14,7 @@ from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.log import say
 from rwkv.serving.responses.items import input_items
-from rwkv.serving.states.folder import RESPONSE, files_in
+from rwkv.serving.states.folder_lock import RESPONSE, files_in
 
 
 class StoredResponse(msgspec.Struct):

@@ -1,1 +1,1 @@
-"""Clients' saved states: client_states in the HTTP process, store in the engine's process, and folder for their files."""
+"""Clients' saved states: client_states in the HTTP process, store in the engine's process, and folder_lock for their files."""

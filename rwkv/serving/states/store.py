@@ -24,7 +24,7 @@ from rwkv.generation.state_files import LONGEST_HEADER, StateFormat, metadata_of
 from rwkv.io.atomic import write_file
 from rwkv.serving.log import say
 from rwkv.serving.messages import FolderChanges, SavedState, Turn
-from rwkv.serving.states.folder import STATE, files_in
+from rwkv.serving.states.folder_lock import STATE, files_in
 
 SERVER_KEY = "timemix-serve"             # the key of ServerMetadata in a file's metadata
 MAX_UNWRITTEN = 8                        # the most states that wait to be written

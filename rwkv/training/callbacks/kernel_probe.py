@@ -31,7 +31,7 @@ from tqdm import tqdm
 from kernels.compare import err_ratio, misses, tolerance
 from kernels.machine.hardware import describe
 from rwkv.config import TrainerConfig
-from rwkv.data.segments import Segments
+from rwkv.data.tbptt_segments import Segments
 from rwkv.distributed import rank
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject

@@ -17,7 +17,7 @@ from kernels.machine.memory import resident_memory
 from rwkv.chat.names import Choice, choose_template
 from rwkv.checkpoint.tuned import is_exact, surviving_fraction
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
-from rwkv.data import segments
+from rwkv.data import tbptt_segments
 from rwkv.data.documents import separators
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
@@ -103,7 +103,7 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
         yield "sequences", f"end with {end}"
     if config.trainer.tbptt:
         streams = config.data.batch_size * config.trainer.accumulate
-        yield "streams", segments.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
+        yield "streams", tbptt_segments.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
     elif data.conversations:
         yield "rows", rows_of(data.conversations[0], config.model.ctx_len).describe()
     if data.conversations:

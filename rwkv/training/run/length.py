@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import ceil, inf
 
 from rwkv.config import LENGTHS, TrainConfig, length_option
-from rwkv.data import segments
+from rwkv.data import tbptt_segments
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import Windows
@@ -29,7 +29,7 @@ def steps_per_epoch(config: TrainConfig, data: Corpus) -> float:
         return sum(inf if stream.tokens is None else stream.tokens for stream, _ in data.streams) / config.tokens_per_step
     rows = config.data.batch_size * config.trainer.accumulate
     if config.trainer.tbptt:
-        return int(segments.chunks_of(data, config.model.ctx_len, rows).segments.sum()) / (rows * config.trainer.tbptt)
+        return int(tbptt_segments.chunks_of(data, config.model.ctx_len, rows).segments.sum()) / (rows * config.trainer.tbptt)
     if data.conversations:
         return len(rows_of(data.conversations[0], config.model.ctx_len)) / rows
     return len(Windows(data.train, config.model.ctx_len)) / rows

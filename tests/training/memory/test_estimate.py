@@ -16,7 +16,7 @@ from kernels.bench.profiler import extra_bytes
 from kernels.select import select
 from rwkv import cli
 from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
-from rwkv.data.segments import Segments
+from rwkv.data.tbptt_segments import Segments
 from rwkv.pretrained import RWKV
 from rwkv.training.memory import estimate as memory
 from rwkv.training.task import LanguageModel

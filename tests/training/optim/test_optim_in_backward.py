@@ -12,7 +12,7 @@ from training_runs import OWN, SMALL, TEXT, assert_same_training, done_here, for
 from kernels.bench.profiler import extra_bytes
 from kernels.select import select
 from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
-from rwkv.data.segments import Segments
+from rwkv.data.tbptt_segments import Segments
 from rwkv.errors import UserError
 from rwkv.model.lora import add_adapters
 from rwkv.pretrained import RWKV

@@ -22,7 +22,7 @@ from torch import Tensor
 from rwkv.config import DataConfig
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import prepare
-from rwkv.data.segments import DocumentChunks, SegmentDataset, Segments, SegmentSampler, describe
+from rwkv.data.tbptt_segments import DocumentChunks, SegmentDataset, Segments, SegmentSampler, describe
 from rwkv.data.token_array import TokenArray
 from rwkv.data.windows import ShuffleSampler, StepLayout
 from rwkv.errors import UserError
