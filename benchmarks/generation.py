@@ -44,6 +44,7 @@ from kernels.bench.results import UnusableFile, output_file, publish
 from kernels.bench.text import aligned
 from kernels.machine import hardware, threads
 from kernels.machine.allocator import keep_large_blocks
+from kernels.machine.memory import peak_memory
 from kernels.select import select
 from rwkv.config import BITS, BLOCKS, ModelConfig
 from rwkv.generation.decoder import decoder_of
@@ -204,7 +205,7 @@ def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> Non
     began = time.perf_counter()
     decoder_of(model, prefill(model, tokens).state).step(tokens[:, 0])
     first_s = time.perf_counter() - began
-    peak_mib = _peak_mib()               # is read before the inputs of the matrix products are allocated
+    peak_mib = peak_memory() / 2**20     # is read before the inputs of the matrix products are allocated
     read, read_bytes = hardware.read("cpu")
     works: dict[str, tuple[int, Callable[[], Any]]] = {READ: (1, read)}
     for B in batches:
@@ -302,13 +303,6 @@ def _cells(row: Row) -> list[str]:
     shares = [f"{row['tokens_per_s'] / row[limit]:.0%}" if limit in row else "" for limit in ("read", "products")]
     return [f"{row['of']}: {row['what']}", row["dtype"], f"{row['tokens_per_s']:.1f}", *shares,
             f"{row['load_s']:.2f}", f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"]
-
-
-def _peak_mib() -> float:
-    """Returns the process's peak resident memory in MiB, or NaN without /proc. getrusage would include the parent's peak."""
-    status = Path("/proc/self/status")
-    lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
-    return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM:")), math.nan)
 
 
 def _mean_seconds(function: Callable[[], Any], least: float) -> float:

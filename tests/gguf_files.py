@@ -30,7 +30,7 @@ def random_blocks(kind: str, rows: int, width: int, seed: int) -> ndarray:
     scale = 1.0
     for _ in range(2):                   # values are linear in these numbers
         for place in HALVES[kind]:
-            signs = random.choice([1.0, -1.0], (len(data), 1))
+            signs = random.choice([1.0] if kind == "Q8_0" else [1.0, -1.0], (len(data), 1))      # Q8_0 has no negative scales
             data[:, place:place + 2] = (scale * signs).astype(np.float16).view(np.uint8)
         values = gguf.dequantize(data.reshape(rows, -1), KINDS[kind])
         scale /= float(np.sqrt((values ** 2).mean() * width))

@@ -35,8 +35,8 @@ def int8_product(packed: Int8) -> Callable[[Tensor], Tensor]:
         R = len(x)
         q, largest, y = x.new_empty(R, K, dtype=torch.uint8), x.new_empty(R, 1), x.new_empty(R, N)
         native.run("matvec_quantize", _threads(R, K), R, K, packed.non_negative, offset, per_step, x, q, largest)
-        for rows in (slice(first, first + most_rows) for first in range(0, R, most_rows)):
-            n = len(q[rows])
+        for first in range(0, R, most_rows):
+            rows, n = slice(first, first + most_rows), min(most_rows, R - first)
             threads = 1 if N * K * n <= SMALL else native.threads_for(N)
             native.run("matvec", threads, KINDS["int8"], N, K, n, 1, K, offset, True, threads,
                        packed.weight, scale, None, largest[rows], q[rows], y[rows])

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from rwkv.generation.draft import Draft
 from rwkv.generation.row import Row
 
-PASS_COST = 0.2                          # an upper bound: 0.03 to 0.1 with the 1.5b model and AVX-512, 0.12 to 0.26 before
+PASS_COST = 0.2                          # an upper bound: 0.03 to 0.1 as measured with the 1.5b model and AVX-512
 MOST_ROWS = 4                            # most rows in the batch for which tokens are proposed
 FIRST_P = 0.6
 DECAY = 0.9                              # factor by which the weight of earlier passes shrinks in each pass

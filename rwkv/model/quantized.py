@@ -74,7 +74,7 @@ class Int8Linear(nn.Module):
             self.packed = packed
 
     def __getstate__(self) -> dict[str, object]:
-        """Returns the attributes without _c_product, which contains the address of this layer's weight."""
+        """Returns the attributes without _c_product, a function of this layer's own weight, which cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_c_product"}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_dequantised_weights(plain: Path, tmp_path: Path
     model = RWKV.from_pretrained(path, "reference", dtype="blocks")
     ids = tokens(model, B=2, T=20)
     expected = torch.from_numpy(expected_logits(path, ids))
-    allowed = (2e-2 if "K" in str(kind) else 5e-5) * expected.abs().max()
+    allowed = (2e-2 if "K" in str(kind) else 2e-5) * expected.abs().max()
     at_once, _ = model(ids)
     first, state = model(ids[:, :7])
     chunked = torch.cat((first, model(ids[:, 7:], state)[0]), dim=1)
