@@ -20,7 +20,7 @@ METHOD = "forkserver"                    # start method of multiprocessing
 def preloaded() -> multiprocessing.context.BaseContext:
     """Returns the multiprocessing context whose processes are forked from a process that has imported what training needs."""
     context = multiprocessing.get_context(METHOD)
-    context.set_forkserver_preload(["rwkv.training.fit"])
+    context.set_forkserver_preload(["rwkv.training.fit", "hydra.compose", "hydra.utils"])
     return context
 
 

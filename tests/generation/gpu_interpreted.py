@@ -14,7 +14,7 @@ import pytest
 import torch
 from fused_backends import check_step
 from models import each_generation, exact, small_model, tokens
-from triton_interpreter import patch_language_once
+from triton_interpreter import speed_up_interpreter
 
 from kernels.draw import NO_BIAS, Bias, Filters, c_v0, triton_v0
 from rwkv.config import Sampling
@@ -32,7 +32,7 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 rwkv4_in_soak = pytest.mark.parametrize("generation", ["rwkv7", pytest.param("rwkv4", marks=pytest.mark.soak)])
-patch_language_once()
+speed_up_interpreter()
 
 
 @pytest.fixture(autouse=True)

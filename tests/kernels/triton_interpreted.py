@@ -12,7 +12,7 @@ import test_conformance
 import test_wkv4 as conformance
 import test_wkv7 as properties
 import torch
-from triton_interpreter import patch_language_once
+from triton_interpreter import speed_up_interpreter
 
 from kernels import registry
 from kernels.compare import err_ratio, errors, misses
@@ -25,7 +25,7 @@ from kernels.wkv4 import cases as wkv_cases
 from kernels.wkv7 import WKV7
 from kernels.wkv7 import cases as wkv7_cases
 
-patch_language_once()
+speed_up_interpreter()
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 KERNELS = [(op, name) for op in registry.operators() for name in registry.names(op) if name.startswith("triton_")]
 SMALL = {"timex": ((2, 3, 19),), "wkv4": ((1, 11, 5),), "wkv7": ((1, 9, 2, 5), (1, 17, 1, 16)), "softmax": ((3, 35),),

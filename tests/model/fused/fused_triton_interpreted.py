@@ -12,7 +12,7 @@ import torch
 from fused_backends import CASES, check_training
 from models import each_generation, small_model, tokens
 from torch import Tensor
-from triton_interpreter import patch_language_once
+from triton_interpreter import speed_up_interpreter
 
 from rwkv.model.fused import backend as fused_backend
 from rwkv.model.fused import loss_triton
@@ -20,7 +20,7 @@ from rwkv.model.fused import triton as fused_triton
 from rwkv.model.loss import IGNORED, head_loss
 from rwkv.model.rwkv7 import fused_triton as rwkv7_triton
 
-patch_language_once()
+speed_up_interpreter()
 
 
 @pytest.fixture(autouse=True)
