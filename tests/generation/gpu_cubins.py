@@ -1,7 +1,8 @@
 """Compiles the kernels of decoding on a GPU to cubins, without a GPU: `python gpu_cubins.py 90` compiles for sm_90.
 
-Prints JSON: the registers, the bytes of spills and the shared memory of each kernel with its constants. test_gpu.py runs this
-program in a process without TRITON_INTERPRET.
+`python gpu_cubins.py 90 bfloat16 int4` compiles the products of these formats only. Prints JSON: the registers, the bytes of
+spills and the shared memory of each kernel with its constants. test_gpu.py runs this program in a process without
+TRITON_INTERPRET.
 """
 
 import json
@@ -20,11 +21,12 @@ from rwkv.model.decoding import triton_step
 from rwkv.model.decoding.triton_step import GpuStep
 from rwkv.model.quantized import to_packed
 
+FORMATS = ["bfloat16", "float16", "float32", "int8", "int4"]
 POINTERS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
             torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8"}
 
 
-def main(arch: int) -> None:
+def main(arch: int, formats: list[str]) -> None:
     resources: dict[str, dict[str, Any]] = {}
 
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -43,7 +45,7 @@ def main(arch: int) -> None:
     JITFunction.run = compile_instead
     triton_step.product_dtype = lambda dtype, device: dtype
     for generation in ("rwkv7", "rwkv4"):
-        for format in ("bfloat16", "float16", "float32", "int8", "int4"):
+        for format in formats:
             sizes = {"n_layer": 2, "n_embd": 128, "vocab_size": triton_step.MANY_OUTPUTS}
             sizes |= {"head_size": 64} if generation == "rwkv7" else {}
             model = small_model("reference", generation=generation, **sizes).requires_grad_(False)
@@ -66,4 +68,4 @@ def kind(arg: Any) -> str:
 
 if __name__ == "__main__":
     with torch.no_grad():
-        main(int(sys.argv[1]))
+        main(int(sys.argv[1]), sys.argv[2:] or FORMATS)
