@@ -456,6 +456,14 @@ def test_a_directory_with_other_files_is_left_alone(model: RWKV, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_no_directory_replaces_a_pipe_or_a_device(model: RWKV, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError):
+        model.save_pretrained(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 SAVING = """
 import sys, torch; sys.path[:0] = [{root!r}, {tests!r}]
 from models import small_model

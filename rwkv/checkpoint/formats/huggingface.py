@@ -180,10 +180,10 @@ def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
 
 
 def _require_ours(path: Path) -> None:
-    if path.is_file():
+    if path.exists() and not path.is_dir():              # a rename would replace a file, pipe or device
         raise UserError(f"{path} must be a directory, but is a file: choose another name")
     others = sorted(file.name for file in path.iterdir() if file.name not in OURS and not card.is_ours(file)) \
-        if path.is_dir() else []
+        if path.exists() else []
     if others:
         raise UserError(f"{path} contains {others[0]}, which is not part of a checkpoint: choose an empty directory")
 
