@@ -396,6 +396,8 @@ def test_a_damaged_checkpoint_is_one_sentence(start: Callable[..., Running], tmp
     assert "Traceback" not in failed.log
 
 
-@pytest.mark.parametrize(("options", "words"), [(("port=70000",), "port"), (("cors=*", "api_key=x"), "cors")])
+@pytest.mark.parametrize(("options", "words"), [(("port=70000",), "port"), (("cors=*", "api_key=x"), "cors"),
+                                                 (("cors=localhost:3000",), "cors"), (("cors=https://page.example/",), "cors"),
+                                                 (("cors=[https://page.example]",), "cors")])
 def test_a_mistake_is_one_sentence(run: Run, options: tuple[str, ...], words: str) -> None:
     one_sentence(run("serve", "checkpoint=nothing.pth", *options), words)
