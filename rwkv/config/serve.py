@@ -8,6 +8,7 @@ from rwkv.config.sampling import Sampling, preset_option, with_sampling
 from rwkv.config.schema import PATH, check_options, option
 from rwkv.errors import UserError
 
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+")         # as browsers write an origin
 NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # the comma before the next NAME=, because paths may contain commas
 
 
@@ -51,6 +52,9 @@ class ServeConfig(DraftedConfig):
         _ = self.adapter_paths           # raises UserError for an adapter that is not NAME=PATH
         if self.port > 65535:
             raise UserError(f"port must be from 0 to 65535; got {self.port}")
+        if wrong := [origin for origin in self.cors if not ORIGIN.fullmatch(origin)]:
+            raise UserError("cors must be an origin as browsers write it, without a path and in lower case, such as "
+                            f"https://page.example, or *; got {wrong[0]!r}")
         if "*" in self.cors and self.api_key:
             raise UserError("cors=* conflicts with api_key=, because any web page could use this server: list the allowed "
                             "origins in cors=")

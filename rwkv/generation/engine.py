@@ -150,6 +150,7 @@ class Engine:
         """Adds a row, whose prefill begins at the next step. Raises ValueError as `generate` does."""
         sampling = request.sampling
         sampling.check_ids(self._tokenizer.vocab_size)
+        request.stopping.check_ids(self._tokenizer.vocab_size)
         ids = self._prompt_ids(request)
         penalties: Penalties | TablePenalties | None = None
         if sampling.has_penalties:

@@ -27,6 +27,11 @@ class StoppingCriteria:
         if "" in self.stop:
             raise UserError("stop must not contain an empty string: an empty string would end every sequence immediately")
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raises UserError for a stop token outside the vocabulary, which would never end a sequence."""
+        if (last := max(self.stop_tokens, default=0)) >= vocab_size:
+            raise UserError(f"stop_tokens must contain only token ids from 0 to {vocab_size - 1}; got {last}")
+
 
 class StopStrings:
     """Finds the first stop string in streamed text. The result does not depend on how the text is split into pieces.

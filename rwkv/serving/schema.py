@@ -2,6 +2,7 @@
 
 The server ignores OpenAI's fields that do not affect the text, and refuses unsupported and unknown fields. An optional field
 with null counts as absent. So does -1 in seed, max_tokens and top_k, because clients of llama.cpp, LM Studio and vLLM send -1.
+Clients in languages without integers send 2.0 for 2; JSON Schema, too, counts 2.0 as an integer.
 Clients such as Open WebUI and SillyTavern also send options of Ollama, llama.cpp and vLLM. A request may have an option that
 this server lacks only with a value that turns the option off.
 """
@@ -494,12 +495,24 @@ JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boo
 
 def read(body: bytes, kind: type[Body]) -> Body:
     """Decodes a JSON body as the type `kind`, and ignores a byte order mark. Raises ApiError, naming the wrong field."""
+    body = body.removeprefix(BOM_UTF8)
     try:
-        return msgspec.json.decode(body.removeprefix(BOM_UTF8), type=kind)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except msgspec.ValidationError:
+            fields = with_whole_numbers(msgspec.json.decode(body))
+            return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
     except msgspec.ValidationError as error:
         raise _type_error(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body must be JSON: {error}") from None
+
+
+def with_whole_numbers(fields: Any) -> Any:
+    """Returns a body in which each field of the outermost object with a float such as 2.0 has the int instead."""
+    if not isinstance(fields, dict):
+        return fields
+    return {name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in fields.items()}
 
 
 def convert(fields: JsonObject, kind: type[Body]) -> Body:

@@ -468,9 +468,9 @@ def test_a_long_prompt_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("options", [
-    {"stop": [""]}, {"stop": "abc"}, {"stop": [b"a"]}, {"stop": 3}, {"stop_tokens": 3}, {"max_new_tokens": -1},
-    {"max_new_tokens": 3.5}, {"max_new_tokens": None}, {"top_p": 2}, {"top_k": 2.5}, {"banned": (999,)}, {"seed": 2 ** 70},
-    {"seed": 1.5}, {"prompt": b"a"}], ids=str)
+    {"stop": [""]}, {"stop": "abc"}, {"stop": [b"a"]}, {"stop": 3}, {"stop_tokens": 3}, {"stop_tokens": [999]},
+    {"max_new_tokens": -1}, {"max_new_tokens": 3.5}, {"max_new_tokens": None}, {"top_p": 2}, {"top_k": 2.5},
+    {"banned": (999,)}, {"seed": 2 ** 70}, {"seed": 1.5}, {"prompt": b"a"}], ids=str)
 def test_a_wrong_option_is_one_sentence_before_anything_is_read(options: dict[str, Any],
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     model, chunks = model_for(TOKENIZERS["char"]), watch(monkeypatch)

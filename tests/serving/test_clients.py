@@ -148,6 +148,11 @@ def test_minus_one_means_no_value(api: httpx.Client) -> None:
     assert completion(api, max_tokens=-1) == completion(api, max_tokens=None)
 
 
+def test_a_whole_number_may_have_a_decimal_point(api: httpx.Client) -> None:
+    assert chat(api, seed=3.0, max_tokens=4.0, top_k=5.0, n=1.0) == chat(api, seed=3, max_tokens=4, top_k=5)
+    assert completion(api, max_tokens=-1.0, logprobs=0.0) == completion(api, max_tokens=-1, logprobs=0)
+
+
 @pytest.mark.parametrize(("field", "value", "words"), [
     ("max_tokens", "9", "integer"), ("temperature", "0.5", "number"), ("seed", "1", "integer"), ("stream", "true", "boolean"),
     ("n", "1", "integer"), ("logprobs", "true", "boolean"), ("top_p", True, "number"), ("stop", 3, "string")])

@@ -116,6 +116,16 @@ def test_a_large_body_is_refused(server: Running) -> None:
     assert b" 413 " in server.exchange(chunked + (b"20000\r\n" + b" " * 0x20000 + b"\r\n") * 11)
 
 
+def test_a_client_that_closes_can_send_all_of_a_body_that_is_refused(server: Running) -> None:
+    """As urllib does, the client sends the whole body, more than sockets buffer, and then reads the answer."""
+    body = post("/v1/completions", b" " * 2**25)
+    for request, status in ((body, 413), (body.replace(b"/v1/completions", b"/v1/nothing", 1), 404),
+                            (body.replace(b"HTTP/1.1", b"HTTP/1.0", 1), 413)):
+        answer = server.exchange(request)
+        assert f" {status} ".encode() in answer
+        assert answer.count(b"HTTP/1.1 ") == 1
+
+
 def test_what_is_no_request_is_answered_and_closed(server: Running) -> None:
     """The data arrive at the same time: no HTTP, a proxy's method, long headers, half a header, nothing and half a body."""
     wrong = {b"\x16\x03\x01 hello\r\n\r\n": 400, b"CONNECT a:1 HTTP/1.1\r\nhost: localhost\r\n\r\n": 400,
@@ -396,6 +406,8 @@ def test_a_damaged_checkpoint_is_one_sentence(start: Callable[..., Running], tmp
     assert "Traceback" not in failed.log
 
 
-@pytest.mark.parametrize(("options", "words"), [(("port=70000",), "port"), (("cors=*", "api_key=x"), "cors")])
+@pytest.mark.parametrize(("options", "words"), [
+    (("port=70000",), "port"), (("cors=*", "api_key=x"), "cors"),
+    *[((f"cors={origin}",), "cors") for origin in ("localhost:3000", "https://page.example/", "https://*.example", "[https://a]")]])
 def test_a_mistake_is_one_sentence(run: Run, options: tuple[str, ...], words: str) -> None:
     one_sentence(run("serve", "checkpoint=nothing.pth", *options), words)

@@ -23,7 +23,17 @@ from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError, json_response, rename_error_fields
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
-from rwkv.serving.schema import OFF, CompletionRequest, TokenId, TranslatedChat, Unchecked, convert, read, require_off
+from rwkv.serving.schema import (
+    OFF,
+    CompletionRequest,
+    TokenId,
+    TranslatedChat,
+    Unchecked,
+    convert,
+    read,
+    require_off,
+    with_whole_numbers,
+)
 from rwkv.serving.service import Service, handle_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
@@ -171,7 +181,7 @@ def _completion_request(service: Service, body: OllamaGenerate, prompt: str, fie
 
 
 def _common_fields(body: OllamaRequest, model: str) -> JsonObject:
-    options = {name: value for name, value in (body.options or {}).items() if value is not None}
+    options = {name: value for name, value in with_whole_numbers(body.options or {}).items() if value is not None}
     require_off({name: options[name] for name in OFF if name in options}, OFF, "sampler", "options.")
     fields = {here: options[option] for option, here in OPTIONS.items() if option in options}
     limit = fields.get("max_tokens")
@@ -179,9 +189,6 @@ def _common_fields(body: OllamaRequest, model: str) -> JsonObject:
         fields["max_tokens"] = None
     if options.get("repeat_last_n") == 0:
         fields["repetition_penalty"] = 1.0
-    for name, value in fields.items():   # clients in languages without integers send 2.0 for 2
-        if isinstance(value, float) and value.is_integer() and name in ("max_tokens", "top_k", "seed"):
-            fields[name] = int(value)
     response_format: JsonObject | None = None
     if body.format:
         schema = {"name": "format", "schema": body.format}

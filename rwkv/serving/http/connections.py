@@ -80,6 +80,7 @@ class Protocol(HttpToolsProtocol):
     _in_headers = True
     _received = 0
     _request_id: str | None = None       # the id of the request that is being received
+    _closes_after_request = False        # the answer was sent, and the connection closes when the rest of the request arrives
     _mistake = "this is not an HTTP request"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -126,6 +127,7 @@ class Protocol(HttpToolsProtocol):
         self.scope["state"] |= {"abort": self._abort, "request_id": request_id}
         super().on_headers_complete()
         self.cycle.default_headers = [*self.cycle.default_headers, (b"x-request-id", request_id.encode())]
+        self._read_rest_before_closing(self.cycle)
         if self.parser.get_http_version() == "1.0":
             self.cycle.waiting_for_100_continue = False          # HTTP/1.0 has no 100 Continue (RFC 9110, 10.1.1)
             _send_without_chunks(self.cycle)
@@ -139,6 +141,23 @@ class Protocol(HttpToolsProtocol):
         self._request_id = None
         self.headers = []
         super().on_message_complete()
+        if self._closes_after_request:
+            self.transport.close()
+
+    def _read_rest_before_closing(self, cycle: Any) -> None:
+        """Keeps the connection open, after an answer that ends it, until the rest of the request has arrived.
+
+        A client that is still sending when the connection closes gets a broken pipe, and never reads the answer.
+        """
+        send = cycle.send
+
+        async def send_and_read(message: Any) -> None:
+            last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if last and cycle.more_body and not cycle.keep_alive and not cycle.waiting_for_100_continue:
+                self._closes_after_request = cycle.keep_alive = True
+            await send(message)
+
+        cycle.send = send_and_read
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
