@@ -91,6 +91,8 @@ def _by_official_name(path: Path, tensors: Mapping[str, Stored], generation: Mod
     official: dict[str, Stored] = {}
     for file_name, tensor in tensors.items():
         name = names[file_name].removeprefix(prefix)
+        if name.endswith(".head.weight") and prefix.startswith(name.removesuffix("head.weight")):
+            name = "head.weight"         # the head lies outside "rwkv.", but within the prefixes before it
         if name in official:
             raise CheckpointError(f"{path} contains the tensor {name} twice, once under the name {file_name}: the file is "
                                   "ambiguous")
