@@ -248,6 +248,32 @@ def test_bin_beside_safetensors(model: RWKV, tmp_path: Path) -> None:
     refuses_undamaged(folder, "pytorch_model.bin", "differ")
 
 
+def test_shards_without_their_index_or_config_say_so(model: RWKV, tmp_path: Path) -> None:
+    folder = save_directory(model, tmp_path / "model")
+    shard(folder)
+    (folder / "model.safetensors").unlink()
+    refuses_undamaged(folder / "model-00001-of-00002.safetensors", "shard", "directory")
+    (folder / "model.safetensors.index.json").unlink()
+    refuses_undamaged(folder, "index")
+    (folder / "config.json").unlink()
+    refuses_undamaged(folder, "config.json")
+
+
+def test_a_link_without_its_file_is_no_file_with_weights(model: RWKV, tmp_path: Path) -> None:
+    folder = save_directory(model, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blobs/gone")           # as in the Hub's cache
+    refuses_undamaged(folder, "download")
+
+
+def test_unknown_names_of_rwkv_7_are_not_called_rwkv_5(model: RWKV, tmp_path: Path) -> None:
+    torch.save({name.replace(".att.", ".attention."): weight for name, weight in model.state_dict().items()},
+               tmp_path / "model.pth")
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(tmp_path / "model.pth")
+    assert "RWKV-5" not in str(error.value)
+
+
 def test_an_index_without_its_shards(model: RWKV, tmp_path: Path) -> None:
     folder = save_directory(model, tmp_path / "model")
     shard(folder)

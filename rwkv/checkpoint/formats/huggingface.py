@@ -29,7 +29,7 @@ from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import LAYOUTS, _torch_file, pth, require_no_pointer, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unknown_key_notes
 from rwkv.checkpoint.lazy_tensors import same_numbers
-from rwkv.checkpoint.location import ADAPTER, WEIGHT_SUFFIXES
+from rwkv.checkpoint.location import ADAPTER, SHARD, WEIGHT_SUFFIXES
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
 from rwkv.io.json_types import JsonObject
@@ -212,7 +212,11 @@ def _weights(path: Path) -> Content:
                                   "remove the outdated file, or complete the download")
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
-        others = sorted(file.name for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES and file.name not in ADAPTERS)
+        others = sorted(file.name for file in path.iterdir()
+                        if file.suffix in WEIGHT_SUFFIXES and file.name not in ADAPTERS and file.is_file())
+        if shards := [name for name in others if SHARD.fullmatch(name)]:
+            raise CheckpointError(f"{path} contains {shards[0]}, but lacks the index of the shards: download "
+                                  f"{' or '.join(INDICES)}, too")
         hint = f". To read {', '.join(others[:3])}, name the file itself" if others else ". The download may be incomplete"
         raise CheckpointError(f"{path} contains config.json but no weights: expected {' or '.join((*WHOLE, *INDICES))}{hint}")
     if (path / ADAPTER).is_file():
