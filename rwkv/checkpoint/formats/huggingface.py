@@ -180,8 +180,8 @@ def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
 
 
 def _require_ours(path: Path) -> None:
-    if path.is_file():
-        raise UserError(f"{path} must be a directory, but is a file: choose another name")
+    if path.exists() and not path.is_dir():              # write_folder would replace a device or pipe, such as /dev/null
+        raise UserError(f"{path} must be a directory, but is a file or a device: choose another name")
     others = sorted(file.name for file in path.iterdir() if file.name not in OURS and not card.is_ours(file)) \
         if path.is_dir() else []
     if others:
