@@ -169,8 +169,7 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
             change = partial(miss, M=block) if len(block.shape) == 2 else partial(bat, M=block, by_row=False)
         name, changed = _official_change(path, module, config, weights, change)
         changes[name] = changed
-    official = generation_of(config).official_name
-    whole = {official(name): tensors[name] for name in others}
+    whole = {_official_weight(name, config, weights): tensors[name] for name in others}
     for name, tensor in whole.items():
         if name not in weights or tensor.count != weights[name].count:
             raise CheckpointError(f"{path} contains {name} of shape {tensor.shape}, but the model has no such tensor: the "
@@ -240,6 +239,13 @@ def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stor
     if len(A.shape) != 2 or len(B.shape) != 2 or A.shape[0] != B.shape[1] or not A.shape[0]:
         raise CheckpointError(f"{path}: for {module}, the shapes of A {A.shape} and B {B.shape} do not match")
     return A, B
+
+
+def _official_weight(name: str, config: ModelConfig, weights: Mapping[str, Stored]) -> str:
+    """Returns the official name of a weight, without prefixes if the model then has such a weight."""
+    parts = name.split(".")
+    names = [generation_of(config).official_name(".".join(parts[start:])) for start in range(len(parts))]
+    return next((official for official in names if official in weights), names[0])
 
 
 def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapping[str, Stored],

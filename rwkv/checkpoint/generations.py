@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from rwkv.checkpoint.lazy_tensors import DTYPES, Stored
+from rwkv.checkpoint.location import SHARD
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonMapping
@@ -91,6 +92,8 @@ def _by_official_name(path: Path, tensors: Mapping[str, Stored], generation: Mod
     official: dict[str, Stored] = {}
     for file_name, tensor in tensors.items():
         name = names[file_name].removeprefix(prefix)
+        if name.endswith(".head.weight") and prefix.startswith(name.removesuffix("head.weight")):
+            name = "head.weight"         # the head lies outside "rwkv.", but within the prefixes before it
         if name in official:
             raise CheckpointError(f"{path} contains the tensor {name} twice, once under the name {file_name}: the file is "
                                   "ambiguous")
@@ -115,8 +118,11 @@ def tuned_kind(names: Collection[str]) -> str | None:
 
 
 def _explain_unrecognised(path: Path, tensors: Mapping[str, Stored]) -> str:
+    if SHARD.fullmatch(path.name):
+        return f"{path} is one shard of a Hugging Face directory: pass the directory, with its config.json and index"
     extensions = {version: pattern for generation in generations() for version, pattern in generation.EXTENSIONS.items()}
-    for version, pattern in {**extensions, **OTHER_VERSIONS}.items():
+    has_later_names = any(name.endswith(".r_k") for name in tensors)     # RWKV-7 and later, also under another program's names
+    for version, pattern in (extensions if has_later_names else {**extensions, **OTHER_VERSIONS}).items():
         for name in tensors:
             if re.fullmatch(pattern, name):
                 return f"{path} is an {version} checkpoint, because it contains {name}. This program runs {supported()}"

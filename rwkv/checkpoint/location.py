@@ -11,6 +11,7 @@ from rwkv.io import hub
 
 ADAPTER = "adapter_config.json"          # the file that marks a PEFT directory
 WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # a file with one of these suffixes contains weights
+SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(?:safetensors|bin)")       # the name of one shard of a Hugging Face directory
 FOLDER = "checkpoints"                   # the folder of a run's checkpoints, in the run's directory
 LAST = Path(FOLDER) / "last.ckpt"
 COMPLETE = "complete.json"               # trainer=fsdp writes this file into a checkpoint's folder (formats/_fsdp_folder.py)
@@ -52,6 +53,9 @@ def _single_file(folder: Path) -> Path:
              and not re.search(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$", file.name)]
     if len(files) == 1:
         return files[0]
+    if files and all(SHARD.fullmatch(file.name) for file in files):
+        raise CheckpointError(f"{folder} contains {len(files)} shards of a Hugging Face directory, but lacks the config.json: "
+                              "download this file, too")
     if files:
         names = ", ".join(file.name for file in files[:4]) + (", ..." if files[4:] else "")
         raise CheckpointError(f"{folder} contains {len(files)} files with weights: name one file ({names})")

@@ -2,7 +2,8 @@
 
 Official names and shapes are those of rwkv/model/rwkv7, as in the .pth files of RWKV-LM. The other formats have:
 
-    huggingface    fla's names; w1 .. g2 transposed, as weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C]
+    huggingface    fla's names; w1 .. g2 transposed, as weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C];
+                   in older directories, x_r .. x_g joined as x_x
     official       a Hugging Face directory of transformers' branch: official names and shapes; all names but head.weight begin
                    with rwkv7.
     transformers-rwkv      a Hugging Face directory of transformers-rwkv: names as in transformers' linear attention; all
@@ -65,8 +66,8 @@ OFFICIAL_PREFIX = "rwkv7."
 RANKS = {"decay_low_rank_dim": "w1", "a_low_rank_dim": "a1", "v_low_rank_dim": "v1", "gate_low_rank_dim": "g1"}
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_ffn",
                       "head_dim": "head_size", "head_size": "head_size", "vocab_size": "vocab_size",
-                      "attention_hidden_size": "n_embd", "value_dim": "n_embd", "num_heads": "n_heads",
-                      "num_attention_heads": "n_heads", "max_position_embeddings": "ctx_len", "context_length": "ctx_len",
+                      "attention_hidden_size": "n_embd", "value_dim": "n_embd", "num_attention_heads": "n_heads",
+                      "max_position_embeddings": "ctx_len", "context_length": "ctx_len",
                       **{name: name for name in RANKS}}
 NORM_EPS = 1e-5
 HUGGING_FACE_CONSTANTS = {
@@ -74,13 +75,15 @@ HUGGING_FACE_CONSTANTS = {
     "norm_first": (True,), "norm_bias": (True,), "wkv_state_dtype": ("float32",), "number_of_conv_states": (2,),
     "layer_types": ("linear_attention", "rwkv", "rwkv7"), "architecture_version": ("rwkv7",), "rescale_every": (0,)}
 HUGGING_FACE_UNUSED = ("attn_mode", "hidden_ratio", "fuse_norm", "fuse_cross_entropy", "fuse_linear_cross_entropy",
-                       "use_l2warp", "wkv_mode", "group_norm_epsilon")
+                       "use_l2warp", "wkv_mode", "group_norm_epsilon",
+                       "num_heads")      # fla ignores it beside head_dim; its first version wrote 32 for every model
 GROUP_NORM = "group_norm_epsilon"        # a key of config.json; the default is head_dim times norm_eps
 HUGGING_FACE_FEATURES = {"use_deep_embed": "RWKV-8's DeepEmbed", "attn": "layers of softmax attention",
                          "embedding_layer_norm_fused": "an embedding that ln0 is merged into"}
 HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model.norm.weight",
                 "ln_out.bias": "model.norm.bias", "head.weight": "lm_head.weight"}
 HUGGING_FACE_LAYERS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att": "attn", "ffn": "ffn"}
+HUGGING_FACE_EARLIER_MIXES = "attn.x_x"  # fla's first version joined x_r .. x_g, as [6,C] or [6,1,1,C]
 HUGGING_FACE_ATTENTION = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
 
 TRANSFORMERS_RWKV = "transformers-rwkv"  # a value of layout=, and the name of that layout
@@ -126,7 +129,7 @@ def official_name(name: str) -> str:
         return gguf[name]
     if match := re.fullmatch(r"blk\.(\d+)\.(.+)", name):
         return f"blocks.{match[1]}.{gguf.get(match[2], match[2])}"
-    if match := re.fullmatch(r"(.*?)((?:model|lm_head)\..*)", name):
+    if match := re.fullmatch(r"((?:.*\.)?)((?:model|lm_head)\..*)", name):
         prefix, file_name = match.groups()
         if file_name in top:
             return prefix + top[file_name]
@@ -143,6 +146,7 @@ def _official_names() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     block = [name.removeprefix("blocks.0.") for name in model.shapes(config, 1) if name.startswith("blocks.0.")]
     layers = {_fla_layer_name(name): name + TRANSPOSED * name.endswith(LOW_RANK) for name in block}
     layers |= {_transformers_rwkv_layer_name(name): name for name in block} | TRANSFORMERS_RWKV_EARLIER
+    layers[HUGGING_FACE_EARLIER_MIXES] = f"att.{JOINED}"
     gguf = {name: official for official, name in GGUF.items()} | {_gguf_name(name): name for name in (*block, f"att.{JOINED}")}
     top = {name: official for names in (HUGGING_FACE, TRANSFORMERS_RWKV_TOP) for official, name in names.items()}
     return top, layers, gguf

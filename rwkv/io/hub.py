@@ -201,10 +201,13 @@ def _cached_contents(hub: ModuleType, name: Name, noun: str, reason: str) -> Con
     ref = snapshots.parent / "refs" / revision
     commit = ref.read_text().strip() if ref.is_file() else revision
     folder = snapshots / commit
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no {noun} at {name}: no such path exists, {reason}, and the cache "
-                              f"{snapshots.parent.parent} does not contain the repository")
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    if not files:
+        commits = sorted(other.name for other in snapshots.glob("*") if any(map(Path.is_file, other.rglob("*"))))
+        has = (f"has other commits of {name.repository}: append one of them to the name (@{', @'.join(commits[:SHOWN])})"
+               if commits else "does not contain the repository")
+        raise CheckpointError(f"there is no {noun} at {name}: no such path exists, {reason}, and the cache "
+                              f"{snapshots.parent.parent} {has}")
     return Contents(commit, files, reason)
 
 

@@ -340,6 +340,7 @@ class JsonTokenizer(Tokenizer):
         self.private = renamed.private
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
         added = parsed.get("added_tokens") or []
+        self._added = {token["id"] for token in added if token["content"] not in parsed["model"]["vocab"]}
         self.adds_space = any(step != parsed.get(name) for name, step in _continuation_steps(parsed).items())
         self.strips_spaces = any((token["lstrip"] or token["rstrip"]) and not token["special"] for token in added)
         self._unknown = special.unknown_token(parsed)
@@ -376,9 +377,10 @@ class JsonTokenizer(Tokenizer):
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        names = {private: name for name, private in self.private.items()}
-        tokens = (self._library.id_to_token(index) or "" for index in range(self.vocab_size))
-        return [b"" if index in self._skipped else token_bytes(names.get(token, token)) for index, token in enumerate(tokens)]
+        names = {private: name for name, private in self.private.items()}    # added tokens are not in byte-level BPE's alphabet
+        tokens = [self._library.id_to_token(index) or "" for index in range(self.vocab_size)]
+        return [b"" if index in self._skipped else names.get(token, token).encode() if index in self._added else
+                token_bytes(names.get(token, token)) for index, token in enumerate(tokens)]
 
     def tokens_as_bytes(self) -> list[bytes]:
         if self._byte_level:

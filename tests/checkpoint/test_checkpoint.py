@@ -179,6 +179,12 @@ def test_a_pickle_is_never_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_later_pickle_protocol_is_named(model: RWKV, tmp_path: Path, zipped: bool) -> None:
+    torch.save(model.state_dict(), tmp_path / "model.pth", pickle_protocol=4, _use_new_zipfile_serialization=zipped)
+    refuses(tmp_path / "model.pth", "protocol 2")
+
+
 def without(name: str) -> Callable[[Weights], None]:
     return lambda weights: weights.pop(name)
 

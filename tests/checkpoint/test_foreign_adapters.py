@@ -191,6 +191,17 @@ def test_a_lora_of_rwkv_peft_takes_alpha_by_option(folder: Path, tmp_path: Path)
     assert_weights(read_checkpoint(tmp_path / "out.safetensors").weights, expected)
 
 
+@pytest.mark.parametrize("prefix", ["model.", "_forward_module."])
+def test_prefixes_in_a_file_of_rwkv_peft_are_taken_off(folder: Path, tmp_path: Path, prefix: str) -> None:
+    expected = weights_of(folder / "base.pth")
+    parts, expected[f"{NAMES[0]}.weight"] = lora(expected[f"{NAMES[0]}.weight"], 16.0)
+    trained = {f"{NAMES[0]}.{part.removesuffix('.weight')}": tensor for part, tensor in parts.items()}
+    trained["blocks.1.ln1.weight"] = random(*expected["blocks.1.ln1.weight"].shape)
+    expected["blocks.1.ln1.weight"] = trained["blocks.1.ln1.weight"].double()
+    torch.save({f"{prefix}{name}": tensor for name, tensor in trained.items()}, tmp_path / "rwkv-0.pth")
+    assert_weights(with_adapter(read_checkpoint(folder / "base.pth"), tmp_path / "rwkv-0.pth", 32).weights, expected)
+
+
 def test_pissa_of_rwkv_peft_has_its_beginning_beside_it(folder: Path, tmp_path: Path) -> None:
     base = read_checkpoint(folder / "base.pth")
     expected, trained, first = weights_of(folder / "base.pth"), {}, {}

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from test_rwkv7_files import rewrite
 from torch import Tensor, nn
 
-from rwkv.checkpoint.files import read_checkpoint
+from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
 from rwkv.errors import CheckpointError
 from rwkv.pretrained import RWKV
 
@@ -70,9 +70,13 @@ def test_wrappers_in_names_are_taken_off(models: dict[str, RWKV], tmp_path: Path
     assert_same(tmp_path / "model.pth", models[generation])
 
 
-@pytest.mark.parametrize("rename", [WRAPPED["compiled"], WRAPPED["data parallel"]])
-def test_wrappers_in_the_names_of_a_directory(model: RWKV, tmp_path: Path, rename: Callable[[str], str]) -> None:
-    model.save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize(("generation", "layout"), [("rwkv4", None), ("rwkv7", "fla"), ("rwkv7", "official"),
+                                                    ("rwkv7", "transformers-rwkv")])
+@pytest.mark.parametrize("rename", [WRAPPED["compiled"], WRAPPED["data parallel"], WRAPPED["peft"], "model.{}".format])
+def test_wrappers_in_the_names_of_a_directory(models: dict[str, RWKV], tmp_path: Path, generation: str, layout: str | None,
+                                              rename: Callable[[str], str]) -> None:
+    model = models[generation]
+    write_checkpoint(checkpoint_of(model.state_dict(), None, model.config), tmp_path / "model", layout=layout)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     save_file({rename(name): weight for name, weight in weights.items()}, tmp_path / "model" / "model.safetensors")
     assert_same(tmp_path / "model", model)
@@ -244,6 +248,32 @@ def test_bin_beside_safetensors(model: RWKV, tmp_path: Path) -> None:
     refuses_undamaged(folder, "pytorch_model.bin", "differ")
 
 
+def test_shards_without_their_index_or_config_say_so(model: RWKV, tmp_path: Path) -> None:
+    folder = save_directory(model, tmp_path / "model")
+    shard(folder)
+    (folder / "model.safetensors").unlink()
+    refuses_undamaged(folder / "model-00001-of-00002.safetensors", "shard", "directory")
+    (folder / "model.safetensors.index.json").unlink()
+    refuses_undamaged(folder, "index")
+    (folder / "config.json").unlink()
+    refuses_undamaged(folder, "config.json")
+
+
+def test_a_link_without_its_file_is_no_file_with_weights(model: RWKV, tmp_path: Path) -> None:
+    folder = save_directory(model, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to("../blobs/gone")           # as in the Hub's cache
+    refuses_undamaged(folder, "download")
+
+
+def test_unknown_names_of_rwkv_7_are_not_called_rwkv_5(model: RWKV, tmp_path: Path) -> None:
+    torch.save({name.replace(".att.", ".attention."): weight for name, weight in model.state_dict().items()},
+               tmp_path / "model.pth")
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(tmp_path / "model.pth")
+    assert "RWKV-5" not in str(error.value)
+
+
 def test_an_index_without_its_shards(model: RWKV, tmp_path: Path) -> None:
     folder = save_directory(model, tmp_path / "model")
     shard(folder)
@@ -296,7 +326,7 @@ def save_with_config(model: RWKV, folder: Path, **keys: Any) -> Path:
 
 REFUSED: list[tuple[str, Any]] = [
     ("hidden_act", "gelu"), ("hidden_act", "relu"), ("hidden_act", "silu"), ("norm_bias", False), ("norm_first", False),
-    ("layer_norm_eps", 1e-3), ("num_heads", 2), ("num_attention_heads", 2), ("value_dim", [64, 32]), ("value_dim", 32),
+    ("layer_norm_eps", 1e-3), ("num_attention_heads", 2), ("value_dim", [64, 32]), ("value_dim", 32),
     ("wkv_state_dtype", "float16"), ("layer_types", ["linear_attention", "full_attention"]), ("rescale_every", 6),
     ("quantization_config", {"quant_method": "bitsandbytes"}), ("final_logit_softcapping", 30.0), ("attn", {"layers": [0]}),
     ("architecture_version", "rwkv6"), ("number_of_conv_states", 4)]
@@ -315,7 +345,7 @@ def test_rwkv_4_has_the_same_rule(models: dict[str, RWKV], tmp_path: Path, key: 
 
 
 @pytest.mark.parametrize("keys", [
-    {"hidden_act": "relu2"}, {"hidden_act": None}, {"num_heads": None, "value_dim": [64, 64], "attn": None},
+    {"hidden_act": "relu2"}, {"hidden_act": None}, {"num_heads": None, "value_dim": [64, 64], "attn": None}, {"num_heads": 32},
     {"layer_types": ["linear_attention"] * 2, "fuse_norm": True, "attn_mode": "fused_recurrent", "hidden_ratio": 4.0},
     {"norm_eps": 0.00001, "bos_token_id": 1, "hidden_dropout": 0.1, "transformers_version": "5.0", "rope_scaling": None}])
 def test_keys_that_change_nothing_are_silent(model: RWKV, tmp_path: Path, keys: dict[str, Any]) -> None:

@@ -145,6 +145,18 @@ def test_flas_file_without_its_directory_is_read(model: RWKV, tmp_path: Path) ->
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items() if name not in UNUSED)
 
 
+@pytest.mark.parametrize("shape", [(6, 128), (6, 1, 1, 128)])
+def test_flas_first_version_joined_the_mixes(model: RWKV, tmp_path: Path, shape: tuple[int, ...]) -> None:
+    model.save_pretrained(tmp_path / "model")
+    tensors = hugging_face_tensors(tmp_path / "model")
+    for layer in range(3):
+        parts = [tensors.pop(f"model.layers.{layer}.attn.x_{letter}") for letter in "rwkvag"]
+        tensors[f"model.layers.{layer}.attn.x_x"] = torch.cat(parts).view(shape)
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    weights = read_checkpoint(tmp_path / "model").weights
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items() if name not in UNUSED)
+
+
 def test_the_world_vocabulary_lies_in_a_directory(tmp_path: Path) -> None:
     model = small_model("reference", WORLD.vocab_size, generation="rwkv7", **SIZES["rwkv7"])
     model.save_pretrained(tmp_path / "model", WORLD)

@@ -8,7 +8,7 @@ import pytest
 from hub_server import HubServer, Repository, environment, hub_server, python
 
 from rwkv.errors import CheckpointError
-from rwkv.io.hub import Contents, Name, choose, local, model_paths, parse
+from rwkv.io.hub import Contents, Name, choose, contents_of, local, model_paths, parse
 
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}).encode()
 REPOSITORIES = {
@@ -200,6 +200,24 @@ def test_a_private_repository_takes_a_token(server: HubServer, tmp_path: Path) -
     assert "gated" in error_of("org/gated", tmp_path, server.endpoint)
     (path,), _, _ = fetch(server, tmp_path, "org/private", HF_TOKEN="hf_right")
     assert path.read_bytes() == b"secret"
+
+
+def test_a_cache_without_the_branch_names_its_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download of a commit writes no refs/main, and a copied cache may lack refs or have links without their files."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshots = tmp_path / "models--org--pinned" / "snapshots"
+    for commit in ("a" * 40, "b" * 40):
+        (snapshots / commit).mkdir(parents=True)
+    (snapshots / ("a" * 40) / "model.pth").write_bytes(b"")
+    (snapshots / ("b" * 40) / "model.pth").symlink_to("../../blobs/gone")
+    with pytest.raises(CheckpointError) as error:
+        contents_of(Name("org/pinned"))
+    assert "a" * 40 in str(error.value)
+    assert "b" * 40 not in str(error.value)
+    with pytest.raises(CheckpointError, match="does not contain"):
+        contents_of(Name("org/other"))
 
 
 def test_what_the_hub_does_not_have_is_one_sentence(server: HubServer, tmp_path: Path) -> None:

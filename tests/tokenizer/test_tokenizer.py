@@ -105,6 +105,16 @@ def test_any_ids_decode_as_the_library_does(ids: list[int]) -> None:
     assert BPE.decode(ids) == BPE._library.decode(ids)
 
 
+def test_added_tokens_keep_letters_of_the_byte_level_alphabet() -> None:
+    library = tokenizers.Tokenizer.from_str(BPE.definition)
+    library.add_tokens(["il\u00d6ve", "\u0120x", "\u00e9"])    # they stand for the bytes D6, 20 and E9
+    tokenizer = JsonTokenizer(library.to_str())
+    text = "il\u00d6ve \u0120x"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.tokens_as_bytes()[-2:] == ["il\u00d6ve".encode(), "\u0120x".encode()]
+    assert tokenizer.decode(tokenizer.encode("\u9a6c")) == "\u9a6c"   # the bytes E9 A9 AC
+
+
 @given(st.lists(st.integers(1, 255)))
 def test_any_bytes_decode_as_python_does(ids: list[int]) -> None:
     assert ByteTokenizer().decode(ids) == bytes(ids).decode("utf-8", "replace")

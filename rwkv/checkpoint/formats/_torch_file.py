@@ -39,6 +39,7 @@ READ_BYTES = 1 << 20                     # a checksum is computed over this many
 FIELD_HEADER = 4                         # an extra field's header has this many bytes
 EPOCH = (1980, 1, 1, 0, 0, 0)            # this is zip's earliest date, fixed so that equal weights give equal files
 OTHER_OBJECTS = "Unsupported"            # torch's message contains this if it refuses to execute a class or operation
+LATER_PROTOCOL = "Unsupported operand"   # and this if a later pickle protocol than 2 has the operation
 Dictionary = dict[Any, Any]              # the content of a file written by torch.save
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
@@ -61,6 +62,9 @@ def load(path: Path) -> Dictionary:
     except CheckpointError:
         raise
     except Exception as error:                   # torch raises no common error class for damaged files
+        if LATER_PROTOCOL in str(error):
+            raise CheckpointError(f"{path} must be written with pickle protocol 2, the default of torch.save: load the file in "
+                                  "the program that wrote it, and save the tensors again without pickle_protocol=") from error
         if OTHER_OBJECTS in str(error):          # _require_plain cannot inspect files from before zip
             raise CheckpointError(f"{path} contains objects other than tensors, and loading such objects would execute code. "
                                   "Save only the tensors: torch.save(model.state_dict(), FILE)") from error

@@ -29,7 +29,7 @@ from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import LAYOUTS, _torch_file, pth, require_no_pointer, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unknown_key_notes
 from rwkv.checkpoint.lazy_tensors import same_numbers
-from rwkv.checkpoint.location import ADAPTER, WEIGHT_SUFFIXES
+from rwkv.checkpoint.location import ADAPTER, SHARD, WEIGHT_SUFFIXES
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
 from rwkv.io.json_types import JsonObject
@@ -180,8 +180,8 @@ def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
 
 
 def _require_ours(path: Path) -> None:
-    if path.exists() and not path.is_dir():              # a rename would replace a file, pipe or device
-        raise UserError(f"{path} must be a directory, but is a file: choose another name")
+    if path.exists() and not path.is_dir():              # write_folder would replace a device or pipe, such as /dev/null
+        raise UserError(f"{path} must be a directory, but is a file or a device: choose another name")
     others = sorted(file.name for file in path.iterdir() if file.name not in OURS and not card.is_ours(file)) \
         if path.exists() else []
     if others:
@@ -212,7 +212,11 @@ def _weights(path: Path) -> Content:
                                   "remove the outdated file, or complete the download")
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
-        others = sorted(file.name for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES and file.name not in ADAPTERS)
+        others = sorted(file.name for file in path.iterdir()
+                        if file.suffix in WEIGHT_SUFFIXES and file.name not in ADAPTERS and file.is_file())
+        if shards := [name for name in others if SHARD.fullmatch(name)]:
+            raise CheckpointError(f"{path} contains {shards[0]}, but lacks the index of the shards: download "
+                                  f"{' or '.join(INDICES)}, too")
         hint = f". To read {', '.join(others[:3])}, name the file itself" if others else ". The download may be incomplete"
         raise CheckpointError(f"{path} contains config.json but no weights: expected {' or '.join((*WHOLE, *INDICES))}{hint}")
     if (path / ADAPTER).is_file():
