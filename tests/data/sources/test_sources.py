@@ -438,6 +438,7 @@ def test_what_only_resembles_a_mark_is_none() -> None:
 WRONG_LINES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "not JSON": (b'{"text": "a"}\n\n{"text": \n', ("line 3",)), "no object": (b'{"text": "a"}\n["b"]\n', ("line 2",)),
     "no field": (b'{"body": "a", "n": 1}\n', ("line 1 ", "data.field=body")),
+    "a conversation": (b'{"messages": [{"role": "user", "content": "a"}]}\n', ("line 1 ", "data=chat")),
     "no string": (b'{"text": 7}\n', ("line 1: ", "'text'")),
     "latin-1": (b'{"text": "a"}\n{"text": "\xe9"}\n', ("line 2 ", "byte 10 ")),
     "half a pair": (b'{"text": "a"}\n{"text": "\\ud800"}\n', ("line 2",)), "empty": (b"", ()), "blank": (b"\n\n", ()),
