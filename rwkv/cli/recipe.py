@@ -96,7 +96,7 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     The names of options are not checked. `groups` are the groups for which the file may name a choice instead of options.
     """
     content = _read_mapping(path)
-    written = dict(_leaves(_read_mapping(path, yaml.BaseLoader)))
+    written = dict(_leaves(_read_mapping(path, _Strings)))
     defaults = content.pop("defaults", [])
     swept = _read_swept(path, {key: content.pop(key) for key in [*content] if str(key).partition(".")[0] == "hydra"})
     options: JsonObject = {}
@@ -170,7 +170,7 @@ def _escape_interpolation(value: object) -> object:
     return REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _read_mapping(path: Path, loader: type[yaml.BaseLoader] | None = None) -> JsonObject:
+def _read_mapping(path: Path, loader: type[yaml.SafeLoader] | None = None) -> JsonObject:
     text = read_text(path, str(path))
     try:
         content = yaml.load(text, loader or _UniqueKeys)
@@ -192,6 +192,12 @@ def _located_problem(error: yaml.MarkedYAMLError, text: str) -> str:
     line = text.split("\n")[mark.line] if mark.line < text.count("\n") + 1 else ""
     hint = "; indent with spaces, not with a tab" if line[:len(line) - len(line.lstrip())].count("\t") else ""
     return f"line {mark.line + 1}: {error.problem}{hint}"
+
+
+class _Strings(yaml.SafeLoader):
+    """A loader that reads every scalar without a tag as a string."""
+
+    yaml_implicit_resolvers = {}         # noqa: RUF012 (types-PyYAML declares an instance variable)
 
 
 class _UniqueKeys(yaml.SafeLoader):
