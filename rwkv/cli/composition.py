@@ -174,8 +174,11 @@ def _composition(config_name: str, schema: type, overrides: list[str], **more: b
 
 def _chosen_recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
     chosen = dict(map(_split_override, overrides)) if schema is TrainConfig else {}
-    paths = {key for key, item in options(schema).items() if free_text_kind(item) == PATH}
-    return {group: recipe.read(recipe.choice_file(chosen[group], configs.CONFIGS / group), groups(schema)).from_home(paths)
+    kinds = {key: free_text_kind(item) for key, item in options(schema).items()}
+    texts = [key for key, kind in kinds.items() if kind]
+    paths = [key for key, kind in kinds.items() if kind == PATH]
+    return {group: recipe.read(recipe.choice_file(chosen[group], configs.CONFIGS / group),
+                               groups(schema)).verbatim(texts).from_home(paths)
             for group in OPTIONAL if chosen.get(group, "null") != "null"}
 
 

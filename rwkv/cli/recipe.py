@@ -43,12 +43,14 @@ class Recipe:
         options: values by dotted key.
         choices: names of chosen files by group.
         swept: values for a sweep, separated by commas, by option or group.
+        written: each option's value with all scalars as the strings in the file, such as "no" for False.
     """
 
     path: Path
     options: JsonObject
     choices: dict[str, str]
     swept: JsonObject
+    written: JsonObject
 
     @property
     def content(self) -> JsonObject:
@@ -62,6 +64,12 @@ class Recipe:
             group[name] = value
         sweeper = {"hydra": {"sweeper": {"params": self.swept}}} if self.swept else {}
         return {**sweeper, **nested, "defaults": [{f"override /{group}": choice} for group, choice in self.choices.items()]}
+
+    def verbatim(self, texts: Collection[str]) -> "Recipe":
+        """Returns the recipe with the strings in the file for the options `texts`, which YAML may read as numbers or dates."""
+        other = {key: self.written[key] for key, value in self.options.items()
+                 if key in texts and key in self.written and value is not None and not isinstance(value, str)}
+        return replace(self, options=self.options | other)
 
     def from_home(self, paths: Collection[str]) -> "Recipe":
         """Returns the recipe with a leading ~ expanded in the options that `paths` names."""
@@ -88,6 +96,7 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     The names of options are not checked. `groups` are the groups for which the file may name a choice instead of options.
     """
     content = _read_mapping(path)
+    written = dict(_leaves(_read_mapping(path, _Strings)))
     defaults = content.pop("defaults", [])
     swept = _read_swept(path, {key: content.pop(key) for key in [*content] if str(key).partition(".")[0] == "hydra"})
     options: JsonObject = {}
@@ -108,7 +117,7 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
         raise UserError(f"{path} sets no option: write at least one option, such as optim: {{lr: 1e-4}}")
     if RUN_GROUPS <= content.keys() and not choices:
         options = {key: _escape_interpolation(value) for key, value in options.items() if key not in SINGLE_RUN_OPTIONS}
-    return Recipe(path, options, choices, swept)
+    return Recipe(path, options, choices, swept, written)
 
 
 def _read_choices(path: Path, defaults: object, groups: Collection[str]) -> dict[str, str]:
@@ -161,10 +170,10 @@ def _escape_interpolation(value: object) -> object:
     return REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _read_mapping(path: Path) -> JsonObject:
+def _read_mapping(path: Path, loader: type[yaml.SafeLoader] | None = None) -> JsonObject:
     text = read_text(path, str(path))
     try:
-        content = yaml.load(text, _UniqueKeys)
+        content = yaml.load(text, loader or _UniqueKeys)
     except yaml.MarkedYAMLError as error:
         raise UserError(f"cannot read {path}: {_located_problem(error, text)}") from None
     except (yaml.YAMLError, ValueError) as error:        # such as a nonexistent date
@@ -183,6 +192,12 @@ def _located_problem(error: yaml.MarkedYAMLError, text: str) -> str:
     line = text.split("\n")[mark.line] if mark.line < text.count("\n") + 1 else ""
     hint = "; indent with spaces, not with a tab" if line[:len(line) - len(line.lstrip())].count("\t") else ""
     return f"line {mark.line + 1}: {error.problem}{hint}"
+
+
+class _Strings(yaml.SafeLoader):
+    """A loader that reads every scalar without a tag as a string."""
+
+    yaml_implicit_resolvers = {}         # noqa: RUF012 (types-PyYAML declares an instance variable)
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -18,7 +18,7 @@ from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import chunks, open_file
 
 SETTLED = 2_000_000_000                  # ns; two changes of a file within this time may have the same timestamp
-VERSION = "3"                            # version of the cache's format
+VERSION = "4"                            # version of the cache's format
 BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
 ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # matches ** between slashes

@@ -50,7 +50,7 @@ def decode(content: bytes, name: str) -> str:
 
 
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
-    """Yields the text of a file in chunks.
+    """Yields the text of a file in chunks, without a byte order mark.
 
     Raises UserError if the file is unreadable or not UTF-8, or has a page of zero bytes.
 
@@ -65,8 +65,11 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
         while more:
             block = file.read(BLOCK)
             on_bytes(block)
-            beginning = beginning or block
             data = rest + block
+            if not beginning and data.startswith(codecs.BOM_UTF8):
+                data = data[len(codecs.BOM_UTF8):]
+                before = len(codecs.BOM_UTF8)
+            beginning = beginning or block
             more = bool(block)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)

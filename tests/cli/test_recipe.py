@@ -54,6 +54,16 @@ def test_a_recipe_chooses_and_refers_as_hydra_does(tmp_path: Path, content: str,
     assert attrgetter(option)(composed("train", f"experiment={tmp_path / 'mine.yaml'}")) == value
 
 
+@pytest.mark.parametrize(("option", "value"), [
+    ("logger.run_name", "no"), ("logger.run_name", "1.10"), ("logger.run_name", "12:30:45"), ("out_dir", "2026_01_01"),
+    ("data.path", "2026-01-01"), ("data.field", "007"), ("logger.arguments", ["a=b", "010", "off"]),
+])
+def test_a_name_in_a_recipe_is_the_text_as_written(tmp_path: Path, option: str, value: str | list[str]) -> None:
+    written = value if isinstance(value, str) else f"[{', '.join(value)}]"
+    (tmp_path / "mine.yaml").write_text(f"{option}: {written}\n")
+    assert attrgetter(option)(composed("train", f"experiment={tmp_path / 'mine.yaml'}")) == value
+
+
 def test_recipes_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text("optim.lr: 1e-4")

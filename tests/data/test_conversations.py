@@ -226,7 +226,8 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, words: str) -> No
 
 
 @pytest.mark.parametrize(("line", "words"), [
-    ("{", "line 2 is not JSON"), ({"text": "a"}, 'line 2: a conversation must have the fields "messages", "con'),
+    ("{", "line 2 is not JSON"), ({"body": "a"}, 'line 2: a conversation must have the fields "messages", "con'),
+    ({"text": "User: a\n\nAssistant: b"}, "line 2: a conversation must .* data=jsonl"),
     ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content must be a string"),
     ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no assistant message"),
     ({"conversations": [{"from": "he", "value": "a"}]}, r"line 2: conversations\[0\]\.from must be one of"),

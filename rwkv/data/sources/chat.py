@@ -263,8 +263,8 @@ def _entry_messages(entry: JsonObject) -> list[JsonObject]:
         raise UserError('a pair of answers, "chosen" and "rejected", requires tune.objective=dpo. Set this option, or rename '
                         '"chosen" to "completion" to learn only the chosen answer')
     else:
-        raise UserError(f"a conversation must have the fields {FIELDS}; got {', '.join(entry)[:120] or 'nothing'}. Rename the "
-                        "fields")
+        remedy = "To train on whole texts, pass data=jsonl" if isinstance(entry.get("text"), str) else "Rename the fields"
+        raise UserError(f"a conversation must have the fields {FIELDS}; got {', '.join(entry)[:120] or 'nothing'}. {remedy}")
     messages = _with_system(messages, fields, first=name != "messages")
     weight = fields.get("weight", 1)
     if not isinstance(weight, (int, float)) or weight not in (0, 1):

@@ -124,15 +124,19 @@ def _load_arguments(config: DataConfig) -> tuple[str, JsonObject]:
     """
     path, split = str(config.path), config.split
     local = [file for _, file in local_files(path)]
-    only = _column_options(config, local) if local and all(file.suffix == ".parquet" for file in local) else {}
+    suffixes = {file.suffix for file in local}
+    options: JsonObject = {}
+    if suffixes == {".parquet"}:
+        options = _column_options(config, local)
+    elif len(suffixes) == 1 and suffixes <= SEPARATORS.keys():
+        options = _text_options(local, SEPARATORS[suffixes.pop()])
     suffix = Path(path).suffix
     if suffix not in FORMATS or Path(path).is_dir():
-        return path, only
+        return path, options
     is_pattern = glob.has_magic(path) and not Path(path).exists()
     files = sorted((str(file) for _, file in find_files(path, ())), key=natural_key) if is_pattern else [path]
     name = re.split(r"[\[+]", split)[0].strip()
-    options = _text_options(files[0], SEPARATORS[suffix]) if suffix in SEPARATORS else {}
-    return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options, **only}
+    return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options}
 
 
 def _column_options(config: DataConfig, files: list[Path]) -> JsonObject:
@@ -154,17 +158,25 @@ def _column_options(config: DataConfig, files: list[Path]) -> JsonObject:
     return {"columns": [config.field], "batch_size": BATCH}      # the library's default is the number of rows, which may be 0
 
 
-def _text_options(path: str, separator: str) -> JsonObject:
-    """Returns the options for reading every value of a .csv or .tsv as text, because NA, null and 12 would be converted."""
+def _text_options(files: list[Path], separator: str) -> JsonObject:
+    """Returns the options for reading every value of .csv or .tsv files as text, because NA, null and 12 would be converted.
+
+    Raises UserError if two columns have the same name, or if the first row has more values than the header. pandas would take
+    the first values of such rows for an index, and put the others into the wrong columns.
+    """
     import datasets
     import pandas
 
-    header = pandas.read_csv(path, sep=separator, nrows=1, header=None, dtype=str, keep_default_na=False)
-    names = header.iloc[0].tolist()
-    if duplicate := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"data.path={path} has {names.count(duplicate)} columns named {duplicate!r}. Rename all but one of "
-                        "them")
-    columns = pandas.read_csv(path, sep=separator, nrows=0).columns
+    for path in files:
+        header = pandas.read_csv(path, sep=separator, nrows=1, header=None, dtype=str, keep_default_na=False)
+        names = header.iloc[0].tolist()
+        if duplicate := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(f"data.path={path} has {names.count(duplicate)} columns named {duplicate!r}. Rename all but one of "
+                            "them")
+        if not isinstance(pandas.read_csv(path, sep=separator, nrows=1).index, pandas.RangeIndex):
+            raise UserError(f"data.path={path} has more values in the first row than columns. Put values that contain "
+                            f"{separator!r} into quotes, and name all columns in the header")
+    columns = pandas.read_csv(files[0], sep=separator, nrows=0).columns
     features = datasets.Features({name: datasets.Value("string") for name in columns})
     return {"features": features, "sep": separator, "keep_default_na": False, "na_filter": False}
 

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import shlex
+import shutil
 import sys
 from itertools import islice
 from pathlib import Path
@@ -94,6 +95,17 @@ def test_one_file_is_split_at_nine_tenths_of_its_characters(config: DataConfig) 
     cut = int(len(text) * 0.9)
     assert texts(config) == ([text[:cut]], [text[cut:]])
     assert open_source(config, Path(config.cache_dir)).sha256 == hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("separator", [None, "--"])
+def test_a_byte_order_mark_is_no_text(config: DataConfig, tmp_path: Path, separator: str | None) -> None:
+    for name, words in zip("ab", (WORDS[:30], WORDS[30:]), strict=True):
+        (tmp_path / f"{name}.txt").write_text("--".join(words), encoding="utf-8-sig")
+    for path in (tmp_path, tmp_path / "a.txt"):
+        train, val = texts(of_kind(config, "text", path, separator=separator))
+        joined = "".join([*train, *val])
+        assert "\ufeff" not in joined
+        assert len(joined.replace("--", "")) == sum(map(len, WORDS if path is tmp_path else WORDS[:30]))
 
 
 @pytest.mark.parametrize("path", ["", "books/**/*.txt", "books"])
@@ -246,6 +258,14 @@ def test_tables_are_texts_and_splits_have_parts(config: DataConfig, tmp_path: Pa
     (tmp_path / "t.csv").write_text("".join(f'"{word}",{number}\n' for number, word in enumerate(["text", *words])))
     (tmp_path / "t.tsv").write_text("".join(f"{number}\t{word}\n" for number, word in enumerate(["text", *words])))
     assert read("t.csv") == read("t.tsv") == sorted(words)
+    for name in ("t.csv", "t.tsv"):
+        folder = tmp_path / f"folder of {name}"
+        folder.mkdir()
+        shutil.copy(tmp_path / name, folder)
+        assert read(folder.name) == sorted(words)
+        (folder / name).write_text("text\n" + "a, b\tc\n" * 60)
+        for path in (folder, folder / name, folder / "*"):           # pandas would take "a" for an index
+            refuses(of_kind(config, "hf", path), name, "first row")
     assert read("t.csv", split="train[:2]") == sorted(words[:2])
     assert read("t.csv", split="train[:25%]+train[-1:]") == sorted([*words[:2], words[-1]])
     table = pyarrow.table({"text": pyarrow.array(words, pyarrow.string_view())})
@@ -418,6 +438,7 @@ def test_what_only_resembles_a_mark_is_none() -> None:
 WRONG_LINES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "not JSON": (b'{"text": "a"}\n\n{"text": \n', ("line 3",)), "no object": (b'{"text": "a"}\n["b"]\n', ("line 2",)),
     "no field": (b'{"body": "a", "n": 1}\n', ("line 1 ", "data.field=body")),
+    "a conversation": (b'{"messages": [{"role": "user", "content": "a"}]}\n', ("line 1 ", "data=chat")),
     "no string": (b'{"text": 7}\n', ("line 1: ", "'text'")),
     "latin-1": (b'{"text": "a"}\n{"text": "\xe9"}\n', ("line 2 ", "byte 10 ")),
     "half a pair": (b'{"text": "a"}\n{"text": "\\ud800"}\n', ("line 2",)), "empty": (b"", ()), "blank": (b"\n\n", ()),
