@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,7 +16,7 @@ from typing import BinaryIO
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Calls write(file) and puts the result at `path` atomically. Creates missing folders.
 
-    If writing fails, the old file is unchanged.
+    The new file has the permissions of the old one. If writing fails, the old file is unchanged.
     """
     if path.exists() and not path.is_file():             # a rename would replace a device or pipe
         with path.open("wb") as file:
@@ -29,6 +30,8 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            copy_permissions(path, temporary)
         temporary.replace(path)
         sync_folder(path.parent)
     except OSError as error:
@@ -37,6 +40,11 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def copy_permissions(source: Path, target: Path) -> None:
+    with suppress(OSError):              # some file systems have no permissions
+        shutil.copymode(source, target)
 
 
 def append(path: Path, content: bytes) -> None:
@@ -50,7 +58,10 @@ def append(path: Path, content: bytes) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Creates the folder `path`, which write(folder) fills. An old folder is replaced once the new one is complete."""
+    """Creates the folder `path`, which write(folder) fills. An old folder is replaced once the new one is complete.
+
+    The new folder has the permissions of the old one.
+    """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -60,6 +71,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         write(temporary)
         sync_folder(temporary)
         if path.exists():
+            copy_permissions(path, temporary)
             old = temporary.with_name(f"{temporary.name}.old")
             path.rename(old)
             temporary.rename(path)

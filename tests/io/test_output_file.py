@@ -8,7 +8,6 @@ from models import small_model
 from programs import Run, caller, one_sentence
 
 from rwkv.errors import UserError
-from rwkv.io.atomic import write_file
 from rwkv.io.output_file import require_writable
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -39,18 +38,6 @@ def test_a_state_is_replaced_by_what_follows_it(run: Run) -> None:
     command = ("generate", "checkpoint=model.safetensors", "prompt=a", "max_new_tokens=2", "save_state=state.safetensors")
     assert run(*command)[0] == 0
     assert run(*command, "state=state.safetensors")[0] == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
-    """Pipes are written to like devices, because replacing /dev/null would harm the whole machine."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_file(pipe, lambda file: file.write(b"a state"))
-    assert pipe.is_fifo()
-    assert os.read(reader, 100) == b"a state"
-    os.close(reader)
 
 
 def test_a_folders_own_files_and_others_in_it(tmp_path: Path) -> None:

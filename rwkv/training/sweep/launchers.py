@@ -120,7 +120,8 @@ class Processes(Launcher):
         gpu = self._free_gpus.pop(0) if self._free_gpus else None
         share = [f"{child.SHARE}{self.threads},{'' if gpu is None else gpu}"] if self.places > 1 else []
         merged = _streams_share_output()
-        output = None if merged or self.places == 1 else tempfile.TemporaryFile("w+", encoding="utf-8")       # noqa: SIM115
+        output = None if merged or self.places == 1 else \
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")         # noqa: SIM115
         process = subprocess.Popen(
             [*task.program, *share, *child.run_options(task.folder, task.arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE if merged else output,
@@ -153,16 +154,18 @@ class Processes(Launcher):
     def _follow(self, task: Task, process: subprocess.Popen[str], output: IO[str] | None, gpu: int | None) -> None:
         """Prints and logs the output of a run until the run ends."""
         prefix = f"[{task.number}] " if self.places > 1 else ""
-        with process:
-            for line in _tee(process.stdout or process.stderr or (), task.log_file):
-                if not prefix or line.strip():
-                    self._print(prefix + wrap_labelled(line.rstrip("\n"), sys.stderr), sys.stderr)
-            status = process.wait()      # leaving the block closes standard input, which would stop the run
-        if output is not None:
-            output.seek(0)
-            self._print(output.read().rstrip("\n"), sys.stdout)
-            output.close()
-        self._ended.put((End(task.name, status), gpu))
+        try:
+            with process:
+                for line in _tee(process.stdout or process.stderr or (), task.log_file):
+                    if not prefix or line.strip():
+                        self._print(prefix + wrap_labelled(line.rstrip("\n"), sys.stderr), sys.stderr)
+                process.wait()           # leaving the block closes standard input, which would stop the run
+            if output is not None:
+                output.seek(0)
+                self._print(output.read().rstrip("\n"), sys.stdout)
+                output.close()
+        finally:                         # the sweep waits for this end, even if the output cannot be printed
+            self._ended.put((End(task.name, process.wait()), gpu))
 
     def _print(self, text: str, stream: TextIO) -> None:
         with self._printing:

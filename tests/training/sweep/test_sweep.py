@@ -182,6 +182,14 @@ def test_runs_share_the_threads_and_each_has_a_gpu(tmp_path: Path) -> None:
     assert shares[2] in shares[:2]
 
 
+def test_a_run_may_write_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
+    launcher = Processes(2, threads=2, gpus=0)
+    write = "import sys\nfor stream in (sys.stdout, sys.stderr): stream.buffer.write(b'caf\\xe9\\n')"
+    launcher.start(task(tmp_path, "0", write), None)
+    assert ends_of(launcher, 1) == [End("0", 0)]
+    assert (tmp_path / "0.txt").read_text(encoding="utf-8") == "caf\ufffd\n"
+
+
 @pytest.mark.parametrize(("share", "before", "after"), [
     ("3,", {}, "3 None"), ("3,", {"OMP_NUM_THREADS": "7"}, "7 None"), (",1", {}, "None 1"),
     ("2,1", {"CUDA_VISIBLE_DEVICES": "5, 6,7"}, "2 6")])

@@ -1,0 +1,36 @@
+"""Tests that files and folders are replaced atomically: what stays of the old one, and what is not replaced."""
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from rwkv.io.atomic import write_file, write_folder
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """Pipes are written to like devices, because replacing /dev/null would harm the whole machine."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_file(pipe, lambda file: file.write(b"a state"))
+    assert pipe.is_fifo()
+    assert os.read(reader, 100) == b"a state"
+    os.close(reader)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no groups in a file's mode")
+@pytest.mark.parametrize(("mode", "write"), [
+    (0o664, lambda path: write_file(path, lambda file: file.write(b"new"))),
+    (0o770, lambda path: write_folder(path, lambda folder: (folder / "new").touch()))], ids=["file", "folder"])
+def test_permissions_of_a_replaced_file_are_kept(mode: int, write: object, tmp_path: Path) -> None:
+    """A group that may write to a report or a model may still do so after it has been written again."""
+    path = tmp_path / "x"
+    for _ in range(2):
+        write(path)
+        path.chmod(mode)
+    write(path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode

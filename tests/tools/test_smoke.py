@@ -1,0 +1,64 @@
+"""Tests timemix smoke, which checks a model with a short run of everything."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import small_model
+from programs import one_sentence
+
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tools import smoke
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_smoke_passes_here(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "smoke.json"
+    path = tmp_path / "small.safetensors"
+    small_model(generation="rwkv7", vocab_size=256, n_embd=32).save_pretrained(path, ByteTokenizer())
+    assert smoke.main([str(path), "--dtype", dtype, "--device", "cpu", "--out", str(out)]) == 0, capsys.readouterr().out
+    report = json.loads(out.read_text())
+    assert report["result"] == "PASS"
+    assert [check["check"] for check in report["checks"]] == ["load", "read", "compare", "generate", "train"]
+    assert report["machine"]["packages"]["torch"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("PASS")
+
+
+@pytest.mark.thorough
+def test_smoke_needs_no_checkpoint(tmp_path: Path) -> None:
+    assert smoke.main(["--out", str(tmp_path / "smoke.json")]) == 0
+
+
+@pytest.mark.programs
+def test_smoke_fails_where_a_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "small.safetensors"
+    model = small_model(vocab_size=256)
+    with torch.no_grad():
+        model.blocks[1].ffn.key.weight.fill_(1e30)
+    model.save_pretrained(path, ByteTokenizer())
+    assert smoke.main([str(path), "--out", str(tmp_path / "smoke.json")]) == 1
+    report = json.loads((tmp_path / "smoke.json").read_text())
+    assert report["result"] == "FAIL"
+    assert {check["check"] for check in report["checks"] if not check["passed"]} >= {"read", "compare", "train"}
+    assert "Traceback" in "".join(check["traceback"] or "" for check in report["checks"])
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL")
+
+
+def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, check=False, cwd=folder,
+                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("arguments", [("nowhere.pth",), ("--out", "no/such/folder.json"), ("--kernel", "nothing")],
+                         ids=str)
+def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    process = run("rwkv.tools.smoke", *arguments, folder=tmp_path)
+    one_sentence((process.returncode, "", process.stderr))
+    assert not (tmp_path / "smoke.json").exists()
