@@ -1,7 +1,9 @@
-"""Converts the World vocabulary to and from a tokenizer.json, which has one of two formats.
+"""Converts the World vocabulary to and from a tokenizer.json, which has one of three formats.
 
 The first format is the trie of transformers-rwkv: a model of type RwkvTrie, which the `tokenizers` library does not have, with
-the tokens in byte-level BPE's alphabet and their ids. The second format is that of RWKV's own models on Hugging Face:
+the tokens in byte-level BPE's alphabet and their ids. The second format is only read, and is the rwkv_vocab_v20230424.json of
+web-rwkv and ai00: a token for each id, as a string or, if it is not UTF-8, as a list of bytes. The third format is that of
+RWKV's own models on Hugging Face:
 
     model          WordLevel: the tokens in byte-level BPE's alphabet with their ids, and <|endoftext|> with id 0
     pre_tokenizer  ByteLevel, then a Split by one regular expression (?:A|B|...) of all tokens, the longest first
@@ -9,7 +11,8 @@ the tokens in byte-level BPE's alphabet and their ids. The second format is that
 The first matching alternative is the longest matching token, which is the rule of rwkv/tokenizer/world.py. The expression is
 parsed here and never compiled, because the library would try its 65,529 alternatives one by one, a hundred times slower.
 
-Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to_hf.py and temp/rwkv_pth2st.py.
+Sources: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to_hf.py and temp/rwkv_pth2st.py;
+cryscan/web-rwkv, assets/vocab.
 """
 
 import json
@@ -23,6 +26,7 @@ TRIE = "RwkvTrie"
 END = "<|endoftext|>"
 END_TOKEN = {"id": 0, "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
              "special": True}
+FIRST_ID = re.compile(r'\s*\{\s*"\d+"\s*:')          # how the second format begins
 SPECIAL = re.compile(r"([\\.^$|?*+()\[\]{}])")
 PIECE = re.compile(r"\\(.)|(\|)|([^\\|]+)", re.DOTALL)
 CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
@@ -30,18 +34,23 @@ CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
 
 def vocabulary_in(text: str) -> str | None:
     """Converts a tokenizer.json to the text of a World vocabulary's file. Returns None if it has none or is damaged."""
-    if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # the caller parses other vocabularies
+    by_id = FIRST_ID.match(text)
+    if not by_id and '"WordLevel"' not in text and f'"{TRIE}"' not in text:          # the caller parses other vocabularies
         return None
     try:
         parsed = json.loads(text)
-        if parsed["model"]["type"] == TRIE:
-            tokens = [token for token, index in parsed["model"]["vocab"].items() if index != 0]
+        if by_id:
+            pairs = [(int(index), token.encode() if isinstance(token, str) else bytes([*token]))
+                     for index, token in parsed.items()]
         else:
-            tokens = _expression_tokens(parsed) if _is_world_format(parsed) else []
-        ids = {parsed["model"]["vocab"][token]: token_bytes(token) for token in tokens}
+            ids_by_token = parsed["model"]["vocab"]
+            tokens = ([token for token, index in ids_by_token.items() if index != 0] if parsed["model"]["type"] == TRIE
+                      else _expression_tokens(parsed) if _is_world_format(parsed) else [])
+            pairs = [(ids_by_token[token], token_bytes(token)) for token in tokens]
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
-    if not tokens or len(ids) != len(tokens) or not all(1 <= index <= LAST_ID for index in ids):
+    ids = dict(pairs)
+    if not ids or len(ids) != len(pairs) or not all(1 <= index <= LAST_ID for index in ids):
         return None
     if {bytes([value]) for value in range(256)} - {*ids.values()}:
         return None
@@ -83,7 +92,7 @@ def to_json(text: str) -> str:
 
 
 def _is_world_format(parsed: JsonObject) -> bool:
-    """Returns True if everything except the regular expression is as in the second format."""
+    """Returns True if everything except the regular expression is as in the third format."""
     byte_level, split = parsed["pre_tokenizer"]["pretokenizers"]
     added = parsed.get("added_tokens") or []
     return (parsed["model"]["type"] == "WordLevel" and parsed["decoder"]["type"] == "ByteLevel"

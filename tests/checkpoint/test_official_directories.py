@@ -21,6 +21,7 @@ from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer import world_json
 from rwkv.tokenizer.tokenizers import Tokenizer, WorldTokenizer
+from rwkv.tokenizer.world import Vocabulary
 from rwkv.tools import convert
 
 TEXT = "It's a text | (of some) kind: \\s* 它 \N{GRINNING FACE}\n\n<|endoftext|> [a]{3}^$ + ? é"
@@ -278,6 +279,18 @@ def test_reserved_ids_beyond_the_vocabulary_are_no_tokens() -> None:
     parsed = json.loads(world_json_with())
     parsed["model"]["vocab"]["\ue000rwkv_reserved_65530"] = 65530
     assert world_json.vocabulary_in(json.dumps(parsed)) == WORLD.to_dict()["vocabulary"]
+
+
+def test_a_json_of_ids_and_tokens_is_world(tmp_path: Path) -> None:
+    """web-rwkv and ai00 have the vocabulary in this file. Tokens that are not UTF-8 are lists of bytes."""
+    tokens = {}
+    for index, token in enumerate(Vocabulary.parse(WORLD.to_dict()["vocabulary"], "a test").tokens):
+        if token:
+            tokens[index] = token.decode() if token.isascii() else [*token]
+    (tmp_path / "rwkv_vocab.json").write_text(json.dumps(tokens, indent=4))
+    assert Tokenizer.named(str(tmp_path / "rwkv_vocab.json")).hash == WORLD.hash
+    for wrong in ({**tokens, 3: 5}, {**tokens, 3: None}, {**tokens, "x": "x"}, {65: "A"}):
+        assert world_json.vocabulary_in(json.dumps(wrong)) is None
 
 
 def split_by(expression: str) -> str:
