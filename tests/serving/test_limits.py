@@ -246,13 +246,12 @@ def test_nobody_waits_for_a_long_text_to_be_encoded(server: Running) -> None:
     long = {"prompt": "ab cd\n" * 140_000, "return_token_strs": True}
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(httpx.post, f"{server.url}/tokenize", json=long, timeout=60)
-        waits = []
+        others = 0
         while not answer.done():
-            began = time.monotonic()
             httpx.get(f"{server.url}/health", timeout=60)
-            waits.append(time.monotonic() - began)
+            others += 1
         assert answer.result().json()["count"] == 840_000
-    assert max(waits) < 5
+    assert others > 3, "they were answered when the text had been encoded"
 
 
 @pytest.mark.usefixtures("idle")
