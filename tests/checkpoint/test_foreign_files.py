@@ -253,6 +253,8 @@ def test_shards_without_their_index_or_config_say_so(model: RWKV, tmp_path: Path
     shard(folder)
     (folder / "model.safetensors").unlink()
     refuses_undamaged(folder / "model-00001-of-00002.safetensors", "shard", "directory")
+    for name in ("model.safetensors.index.json", "config.json"):
+        refuses_undamaged(folder / name, f"directory, {folder}")
     (folder / "model.safetensors.index.json").unlink()
     refuses_undamaged(folder, "index")
     (folder / "config.json").unlink()

@@ -52,7 +52,9 @@ def recognise(path: Path) -> ModuleType:
     """Returns the format module of an existing file or directory. Raises CheckpointError for an unknown format."""
     require_no_pointer(path)
     if path.is_file() and len(start := first_bytes(path, BYTES_SHOWN)) >= 8 and TEXT.issuperset(start):
-        raise CheckpointError(f"{path} is a text file that begins with {start!r}: expected a file with weights")
+        is_part = path.suffix == ".json" and (path.parent / "config.json").is_file()
+        remedy = f". Pass the directory, {path.parent}" if is_part else ""
+        raise CheckpointError(f"{path} is a text file that begins with {start!r}: expected a file with weights{remedy}")
     for format in map(load, names()):
         if format.recognises(path):
             return format
