@@ -194,7 +194,7 @@ def _parser() -> Parser:
     parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="default: the dtype of each tensor in IN")
     parser.add_argument("--calibrate", metavar="TEXT", type=path_of, help="a UTF-8 text: rounds the weights so that the "
-                        "model's results on the text's first 8,192 tokens change least; loses less than half as much as int4 "
+                        "model's results on the text's first 8,192 tokens change least; loses about half as much as int4 "
                         "without a text, in about 4.6 bits per weight instead of 5; takes minutes for a large model; requires "
                         "--dtype int4 and .safetensors")
     parser.add_argument("--by-input", action="store_true", help="store ffn.value transposed, for faster decoding on a CPU; "
