@@ -111,4 +111,4 @@ def test_random_batches_are_the_same_with_any_draft(generation: str, format: str
                 raise AssertionError(f"{generation}, {format}, seed {seed}, {type(draft).__name__}") from error
             accepted += sum(row.accepted_tokens for row in rows)
     print(f"{generation} {format}: {accepted} tokens of drafts accepted")
-    assert accepted > 10 * batches
+    assert accepted > 5 * batches
