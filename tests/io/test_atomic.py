@@ -1,8 +1,9 @@
-"""Tests that files and folders are replaced atomically: what stays of the old one, and what is not replaced."""
+"""Tests how files and folders are replaced: permissions are preserved, and pipes are written to."""
 
 import os
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("mode", "write"), [
     (0o664, lambda path: write_file(path, lambda file: file.write(b"new"))),
     (0o770, lambda path: write_folder(path, lambda folder: (folder / "new").touch()))], ids=["file", "folder"])
-def test_permissions_of_a_replaced_file_are_kept(mode: int, write: object, tmp_path: Path) -> None:
+def test_a_replaced_file_has_the_permissions_of_the_old_one(mode: int, write: Callable[[Path], object], tmp_path: Path) -> None:
     """A group that may write to a report or a model may still do so after it has been written again."""
     path = tmp_path / "x"
     for _ in range(2):
