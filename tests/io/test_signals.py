@@ -105,7 +105,7 @@ def test_a_wait_for_a_library_that_heeds_no_signal_is_ended() -> None:
             for _ in items:
                 computing.set()
                 if sleeps:
-                    awake.wait()
+                    awake.wait(20)
 
         def interrupt(computing: threading.Event = computing) -> None:
             computing.wait()
