@@ -30,8 +30,9 @@ def main(argv: Sequence[str] = ()) -> None:
 
 def caption(report: Report) -> str:
     machine = report["machine"]
-    return (f"{machine['cpu']}, {counted(machine['threads'], 'thread')}; torch {machine['torch']}; commit {machine['commit']}, "
-            f"{machine['date'][:10]}.")
+    instructions = f" with {machine['instructions']}" if "instructions" in machine else ""
+    return (f"{machine['cpu']}{instructions}, {counted(machine['threads'], 'thread')}; torch {machine['torch']}; "
+            f"commit {machine['commit']}, {machine['date'][:10]}.")
 
 
 def generation(report: Report) -> str:

@@ -288,7 +288,7 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("modules", "absent"), [
     ([module_of(path) for path in (ROOT / "rwkv" / "model").rglob("*.py") if "triton" not in path.stem],
      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
-    (["rwkv.pretrained", "rwkv.generation.output"], ("hydra", "lightning", "wandb")),
+    (["rwkv.pretrained", "rwkv.programs.generate_results"], ("hydra", "lightning", "wandb")),
     (["rwkv.tools.evaluate", "rwkv.tools.convert", "rwkv.tools.doctor", "rwkv.tools.smoke", "rwkv.tools.completion",
       "rwkv.training.sweep.sweep", "rwkv.training.run.options", "rwkv.checkpoint.option_files",
       "rwkv.generation.options"], ("torch", "hydra", "lightning", "wandb", "taichi")),

@@ -45,7 +45,7 @@ Draw = Callable[[Tensor, Tensor, Filters, Bias], Tensor]
 
 
 def penalize(logits: Tensor, counts: Tensor, flags: Tensor, slots: Tensor, tokens: Tensor, options: Tensor) -> Tensor:
-    """Returns logits (B,V) on a GPU after the penalties for repeated tokens. _penalties.py documents the arguments."""
-    from kernels.draw import _penalties  # the import is here, because not every machine has Triton
+    """Returns logits (B,V) on a GPU after the penalties for repeated tokens. _triton_penalties.py documents the arguments."""
+    from kernels.draw import _triton_penalties  # the import is here, because not every machine has Triton
 
-    return _penalties.penalize(logits, counts, flags, slots, tokens, options)
+    return _triton_penalties.penalize(logits, counts, flags, slots, tokens, options)

@@ -19,8 +19,9 @@ COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}        # much larger than any cache
 
 
 def describe(device: str) -> dict[str, Any]:
-    """Returns the processor, GPU, number of threads, versions, commit and time, as JSON data."""
-    machine = {"cpu": cpu_model(), "threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.machine()}",
+    """Returns the processor, its vector instructions, GPU, number of threads, versions, commit and time, as JSON data."""
+    machine = {"cpu": cpu_model(), "instructions": torch.backends.cpu.get_cpu_capability(),
+               "threads": torch.get_num_threads(), "system": f"{platform.system()} {platform.machine()}",
                "python": platform.python_version(), "torch": torch.__version__}
     machine |= {name: version for name in PACKAGES if (version := _version(name))}
     if device == "cuda":

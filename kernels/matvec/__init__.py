@@ -9,8 +9,8 @@ In one line of PyTorch: x @ W.T. Each format of W is a class. q are integers:
     int8                  W[n,k] = scale[n] q[n,k], |q| <= 127. Each row of x is rounded to multiples of the row's scale
     int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. Each group of 32 numbers of x is
                           rounded to multiples of 1/127 of the group's largest magnitude
-    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which `pack` does not make. For k-quants, each group of 16 numbers
-                          of x is rounded to multiples of 1/127 of the group's largest magnitude
+    q8_0 ... q6_k         blocks as in GGUF files (BLOCKS), which `pack` does not make. Each group of 16 numbers of x is rounded
+                          to multiples of 1/127 of the group's largest magnitude
 
 In every format the order of summation is the same for all R, so the bits of a row's result do not depend on the other rows. In
 int8 the sums are of integers, so that all implementations give the same bits.
@@ -36,7 +36,7 @@ from kernels.matvec._packing import exact_copy as exact_copy
 from kernels.operator import Operator
 
 TOGETHER = 8                             # int4 groups whose words are interleaved, so that a vector contains one word of each
-LARGEST = 127                            # int4, k-quants: largest integer of a rounded group of x; in int4 16 * 15 * 127 < 2^15
+LARGEST = 127                            # int4, blocks: largest integer of a rounded group of x; in int4 16 * 15 * 127 < 2^15
 MOST_ROWS = 16                           # for more rows, an ordinary matrix product is faster
 Bound = Callable[[Tensor], list[Tensor]]
 
@@ -112,9 +112,10 @@ class BFloat16(Packed):
 
 
 class Rounding(NamedTuple):
-    """The rounding of a row of x to integers of `bits` bits in int8 products. With 7 bits, no CPU's products saturate.
+    """The rounding of a row of x to integers of `bits` bits in int8 products.
 
-    The bits include a sign, unless x is never negative, as after a ReLU.
+    The bits include a sign, unless x is never negative, as after a ReLU. Products of 7 bits saturate on no CPU, those of 8 bits
+    with a sign never in C, and others of 8 bits only on CPUs without VNNI.
     """
 
     bits: int = 7
@@ -231,11 +232,13 @@ class Blocks(Packed):
     Attributes:
         weight (N, bytes of a row): uint8, a series of blocks per row.
         elements, bytes_per_block: the sizes of a block.
+        inputs: the number of neighbours in x that share a scale.
         halves: the byte offsets of a block's float16 numbers.
         values: a function that returns the values (n,elements), in a given dtype, of blocks (n,bytes_per_block).
     """
 
     elements: ClassVar[int] = 32
+    inputs: ClassVar[int] = 16
     halves: ClassVar[tuple[int, ...]] = (0,)
     bytes_per_block: ClassVar[int]
     values: ClassVar[_blocks.Values]
@@ -248,6 +251,9 @@ class Blocks(Packed):
         wide = torch.promote_types(dtype, torch.float32)
         blocks = self.weight.reshape(-1, self.bytes_per_block)
         return type(self).values(blocks, wide).view(len(self.weight), self.K).to(dtype)
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, None]:
+        return _round_groups(x, self.inputs), None
 
     def elements_at(self, indices: Tensor) -> Tensor:
         """Returns the elements W.flatten()[indices] in float32, for indices (n,)."""
@@ -265,13 +271,9 @@ class Blocks(Packed):
 
 
 class KQuant(Blocks):
-    """W as blocks of 256 elements, in groups of 32 or 16 elements with a scale each. `inputs` of x share a scale."""
+    """W as blocks of 256 elements, in groups of 32 or 16 elements with a scale each."""
 
     elements = 256
-    inputs: ClassVar[int] = 16
-
-    def rounded(self, x: Tensor) -> tuple[Tensor, None]:
-        return _round_groups(x, self.inputs), None
 
 
 class Q8_0(Blocks):

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.matvec import FORMATS, GROUP, KINDS, TOGETHER, BFloat16, Blocks, Int4, Int8, KQuant, Packed
+from kernels.matvec import FORMATS, GROUP, KINDS, TOGETHER, BFloat16, Blocks, Int4, Int8, Packed
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, formats=tuple(FORMATS))
-BLOCK = TOGETHER * GROUP                 # numbers of a row in a block of int4 or of a k-quant
+BLOCK = TOGETHER * GROUP                 # numbers of a row that are prepared together for int4 and GGUF's blocks
 CACHED = 2**19                           # int8: elements of x per call that stay in the cache; at least 64 rows
 SMALL = 2**16                            # products up to which one thread finishes before a second would wake
 
@@ -64,7 +64,7 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
     N = len(packed.weight)
-    K = _padded_K(packed)
+    K = packed.K if isinstance(packed, Blocks) else _padded_K(packed)
     weight, scale, shift = (*packed, None, None)[:3]
     offset = packed.rounding.offset if isinstance(packed, Int8) else 0
 
@@ -72,8 +72,8 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
         R = len(x)
         floats, q = _inputs(x, packed)
         y = x.new_empty(R, N)
-        threads = 1 if N * K * R <= SMALL else native.threads_for(N)
-        native.run("matvec", threads, KINDS[packed.format], N, K, R, floats.shape[1], K * q.itemsize, offset, False, threads,
+        threads, q_row = 1 if N * K * R <= SMALL else native.threads_for(N), q.shape[1] * q.itemsize
+        native.run("matvec", threads, KINDS[packed.format], N, K, R, floats.shape[1], q_row, offset, False, threads,
                    weight, scale, shift, floats, q, y)
         return y
 
@@ -83,15 +83,15 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
 def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
     """Returns the fields x and q of the C struct `product`.
 
-    The field x contains x in float32, or scales and sums for int4 and k-quants. The field q contains the rounded x.
+    The field x contains x in float32, or scales and sums for int4 and GGUF's blocks. The field q contains the rounded x.
     """
     if isinstance(packed, BFloat16):
         return x, x.bfloat16()
     if isinstance(packed, Int8):
         return x, (x + packed.rounding.offset).to(torch.uint8)
-    if isinstance(packed, Int4 | KQuant):
+    if isinstance(packed, Int4 | Blocks):
         R, K = len(x), _padded_K(packed)
-        per_block = 2 * BLOCK // (KQuant.inputs if isinstance(packed, KQuant) else GROUP)
+        per_block = 2 * BLOCK // (Blocks.inputs if isinstance(packed, Blocks) else GROUP)
         floats = x.new_empty(R, K // BLOCK * per_block)
         q = x.new_empty(R, K, dtype=torch.uint8)
         native.run("matvec_arrange", _threads(R, K), KINDS[packed.format], R, K, per_block,
@@ -101,7 +101,7 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def _padded_K(packed: Packed) -> int:
-    return -(-packed.K // BLOCK) * BLOCK if isinstance(packed, Int4) else packed.K
+    return -(-packed.K // BLOCK) * BLOCK if isinstance(packed, Int4 | Blocks) else packed.K
 
 
 def _threads(R: int, K: int) -> int:

@@ -52,8 +52,8 @@ class Int8Linear(nn.Module):
     Args:
         weight (N,K): a floating-point or packed weight.
         non_negative: True if inputs are never negative, as after a ReLU, so that no bit is needed for a sign.
-        bits: the size of a rounded input. The default is 8, but 7 on CPUs without VNNI, which add two products in 16 bits and
-            could saturate with 8-bit inputs.
+        bits: the size of a rounded input. The default is 8, but 7 on CPUs without VNNI if no input is negative, or if FBGEMM
+            multiplies: it adds two products in 16 bits and could saturate.
         in_c: False to multiply with FBGEMM, not with the C kernel, where torch has FBGEMM.
     """
 
@@ -64,7 +64,7 @@ class Int8Linear(nn.Module):
         self._matvec = matvec_for("int8")
         self._by_fbgemm = self._matvec.name == "fbgemm"
         self._in_c = (in_c or not self._by_fbgemm) and why_not("matvec", IN_C) is None
-        bits = bits or (8 if multiplies_natively(torch.int8) else 7)
+        bits = bits or (8 if multiplies_natively(torch.int8) or (self._in_c and not non_negative) else 7)
         packed = (replace(weight, bits=bits, non_negative=non_negative) if isinstance(weight, Int8)
                   else Int8.of(weight, bits, non_negative))
         self.out_features, self.in_features = packed.weight.shape

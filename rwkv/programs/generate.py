@@ -37,7 +37,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     model, tokenizer, prompts, context, chosen, draft = _open(config, line)
 
     from rwkv.generation.decoder import decoding_line
-    from rwkv.generation.output import run_generation
+    from rwkv.programs.generate_results import run_generation
 
     files = config.out or config.save_state
     # The files must be completed even if nobody reads the output

@@ -26,7 +26,7 @@ from rwkv.serving.messages import Ready
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.responses.store import Responses
 from rwkv.serving.service import Service
-from rwkv.serving.sharing import SharedFolder
+from rwkv.serving.shared_folder import SharedFolder
 from rwkv.serving.states.client_states import ClientStates
 from rwkv.serving.states.folder_lock import claim
 from rwkv.tokenizer.tokenizers import Tokenizer

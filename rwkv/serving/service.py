@@ -17,7 +17,7 @@ from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Defaults, ModelInfo
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.responses.store import Responses
-from rwkv.serving.sharing import SharedFolder
+from rwkv.serving.shared_folder import SharedFolder
 from rwkv.serving.states.client_states import ClientStates
 from rwkv.tokenizer.tokenizers import Tokenizer
 

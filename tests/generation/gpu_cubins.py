@@ -16,7 +16,7 @@ from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction
 from triton_cubins import DIVISIBLE_BY_16, facts, is_constant, is_even
 
-from kernels.draw import NO_BIAS, Filters, _penalties, triton_v0
+from kernels.draw import NO_BIAS, Filters, _triton_penalties, triton_v0
 from rwkv.model.decoding import triton_step
 from rwkv.model.decoding.triton_step import GpuStep
 from rwkv.model.quantized import to_packed
@@ -58,7 +58,7 @@ def main(arch: int, formats: list[str]) -> None:
     for options in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_p": 0.5, "filters_first": True}):
         triton_v0.draw(logits, torch.empty(2), Filters(**options), NO_BIAS)
     counts, flags, places = logits.double(), logits.to(torch.uint8), torch.empty(2).long()
-    _penalties.penalize(logits, counts, flags, places, places, torch.empty(2, 4, dtype=torch.float64))
+    _triton_penalties.penalize(logits, counts, flags, places, places, torch.empty(2, 4, dtype=torch.float64))
     print(json.dumps(resources))
 
 

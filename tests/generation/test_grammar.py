@@ -22,10 +22,10 @@ from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.grammar.matcher import matcher_of
 from rwkv.generation.options import check_config
-from rwkv.generation.output import run_generation
 from rwkv.generation.request import Request
 from rwkv.generation.row import NO_TOKEN, Sample
 from rwkv.generation.stopping import StoppingCriteria
+from rwkv.programs.generate_results import run_generation
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 BYTES = ByteTokenizer()

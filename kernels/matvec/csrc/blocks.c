@@ -11,15 +11,16 @@
 //
 // s and t belong to a group, of 32 or, in Q6_K, of 16. Source of the layouts: ggml, src/ggml-common.h and the package gguf.
 //
-// Blocks of 32 are unpacked to floats in registers and multiplied by the float32 x. k-quants are unpacked to their integers q, and
-// multiplied by an x of 8 bits: the products of a sub-block, 16 elements, are summed exactly, and then scaled.
+// Blocks are unpacked to their integers q, and multiplied by an x of 8 bits: the products of a sub-block, 16 elements, are summed
+// exactly, and then scaled. Eight neighbouring blocks of 32 are multiplied as one of 256; a row's last ones are padded with zeros.
 
 #include "tile.h"
 #include "../../native/csrc/threads.h"
 
 enum {
     SMALL_BLOCK = 32,
-    VECTORS = BLOCK / (4 * WIDE),        // k-quants: vectors of bytes in a block
+    MOST_BYTES = 272,                    // of 256 elements: Q8_0
+    VECTORS = BLOCK / (4 * WIDE),        // vectors of bytes in 256 elements
     SETS = SUB_BLOCKS / WIDE,            // vectors of sums of a block's sub-blocks
     ROWS_TOGETHER = 64,                  // rows of x that stay in the cache beside W
 };
@@ -51,10 +52,11 @@ INLINE int64_t block_bytes(enum kind kind) {
 
 INLINE int is_small(enum kind kind) { return kind <= W_Q5_1; }
 INLINE int64_t block_size(enum kind kind) { return is_small(kind) ? SMALL_BLOCK : BLOCK; }
+INLINE int64_t row_bytes(enum kind kind, int64_t K) { return K / block_size(kind) * block_bytes(kind); }
 
-// Prefetches the block that is piece->ahead bytes further on.
+// Prefetches the 256 elements that are piece->ahead bytes further on.
 INLINE void prefetch_block(enum kind kind, const struct piece *piece, const uint8_t *w) {
-    UNROLL for (int64_t byte = 0; byte < block_bytes(kind); byte += 64) prefetch_ahead(piece, w + byte);
+    UNROLL for (int64_t byte = 0; byte < row_bytes(kind, BLOCK); byte += 64) prefetch_ahead(piece, w + byte);
 }
 
 // Blocks of 32
@@ -79,22 +81,25 @@ INLINE integers32 nibbles(const uint8_t *p) {
                                                16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-// The integers of a block, with 0 in the middle of their range where the block has no minimum
+// The integers of a block; all but those of Q8_0 are unsigned
 INLINE integers32 small_integers(enum kind kind, const uint8_t *block) {
     integers32 q;
     switch (kind) {
     case W_Q8_0: memcpy(&q, block + 2, sizeof q); return q;
-    case W_Q4_0: return nibbles(block + 2) - 8;
+    case W_Q4_0: return nibbles(block + 2);
     case W_Q4_1: return nibbles(block + 4);
-    case W_Q5_0: return (nibbles(block + 6) | fifth_bits(block + 2)) - 16;
+    case W_Q5_0: return nibbles(block + 6) | fifth_bits(block + 2);
     default: return nibbles(block + 8) | fifth_bits(block + 4);
     }
 }
 
+INLINE int has_minimum(enum kind kind) { return kind == W_Q4_1 || kind == W_Q5_1; }
+INLINE int8_t zero_point(enum kind kind) { return kind == W_Q4_0 ? 8 : kind == W_Q5_0 ? 16 : 0; }
+
 INLINE void unpack_small(enum kind kind, const uint8_t *block, wide *w) {
-    integers32 q = small_integers(kind, block);
+    integers32 q = small_integers(kind, block) - zero_point(kind);
     wide scale = wide_splat(load_half(block)), shift = wide_splat(0.0f);
-    int has_shift = kind == W_Q4_1 || kind == W_Q5_1;
+    int has_shift = has_minimum(kind);
     if (has_shift) shift = wide_splat(load_half(block + 2));
     UNROLL for (int v = 0; v < SMALL_BLOCK / WIDE; v++) {
         int8_t VECTOR(WIDE) some;
@@ -102,25 +107,6 @@ INLINE void unpack_small(enum kind kind, const uint8_t *block, wide *w) {
         wide integers = __builtin_convertvector(some, wide);
         w[v] = has_shift ? wide_fma(integers, scale, shift) : integers * scale;
     }
-}
-
-INLINE void tile_small(const struct product *p, int rows, int columns, const struct piece *piece) {
-    int64_t blocks = p->K / SMALL_BLOCK;
-    wide acc[MAX_ROWS][COLUMNS], weights[SMALL_BLOCK / WIDE];
-    load_sums(piece, rows, columns, acc);
-    const float *x = p->x + piece->first * p->x_row;
-    for (int64_t block = piece->k / SMALL_BLOCK; block < piece->end / SMALL_BLOCK; block++)
-        UNROLL for (int j = 0; j < columns; j++) {
-            const uint8_t *w = (const uint8_t *)p->w + (piece->ns[j] * blocks + block) * block_bytes(p->kind);
-            prefetch_block(p->kind, piece, w);
-            unpack_small(p->kind, w, weights);
-            UNROLL for (int i = 0; i < rows; i++)
-                UNROLL for (int v = 0; v < SMALL_BLOCK / WIDE; v++) {
-                    wide values = load_wide(x + i * p->x_row + block * SMALL_BLOCK + v * WIDE, WIDE);
-                    acc[i][j] = wide_fma(weights[v], values, acc[i][j]);
-                }
-        }
-    store_sums(p, rows, columns, piece, acc);
 }
 
 // k-quants
@@ -184,9 +170,16 @@ INLINE words for_groups(uint16_t even, uint16_t odd, int v) {
 
 INLINE bytes and_bytes(words x, uint8_t mask) { return (bytes)x & (bytes)(int8_t)mask; }
 
-// q of elements 4 WIDE v to 4 WIDE (v + 1) - 1 of a block, none negative
+// q of elements 4 WIDE v to 4 WIDE (v + 1) - 1 of a block, or of eight blocks of 32. Only those of Q8_0 are signed.
 INLINE bytes integers_at(enum kind kind, const uint8_t *block, int v) {
     int first = v * 4 * WIDE, part = first / 64;         // a part: 64 elements, two groups
+    if (is_small(kind)) {
+        integers32 q[2];
+        bytes x;
+        UNROLL for (int i = 0; i < WIDE / 8; i++) q[i] = small_integers(kind, block + (first / 32 + i) * block_bytes(kind));
+        memcpy(&x, q, sizeof x);
+        return x;
+    }
     if (kind == W_Q6_K) {
         words low;
         memcpy(&low, block + part / 2 * 64 + first % 64, sizeof low);
@@ -235,23 +228,57 @@ INLINE void arrange_scales(integers16 numbers, wide *x) {
 #endif
 }
 
-// A block of W for the products of tile_k
+// Converts float16 numbers of eight blocks of 32, at byte `at` of each, to floats in the order of sub_block_lane.
+INLINE void arrange_small_scales(enum kind kind, const uint8_t *blocks, int at, wide *x) {
+    _Float16 VECTOR(8) halves;
+    UNROLL for (int i = 0; i < 8; i++) memcpy((char *)&halves + 2 * i, blocks + i * block_bytes(kind) + at, 2);
+    floats y = __builtin_convertvector(halves, floats);
+#ifdef __AVX512F__
+    x[0] = __builtin_shufflevector(y, y, 0, 2, 4, 6, 0, 2, 4, 6, 1, 3, 5, 7, 1, 3, 5, 7);
+#else
+    x[0] = __builtin_shufflevector(y, y, 0, 1, 2, 3, 0, 1, 2, 3), x[1] = __builtin_shufflevector(y, y, 4, 5, 6, 7, 4, 5, 6, 7);
+#endif
+}
+
+// Q8_0: q + Q8_OFFSET is unsigned where products require it
+#ifdef __AVX512F__
+enum { Q8_OFFSET = 128 };
+#else
+enum { Q8_OFFSET = 0 };
+#endif
+
+// 256 elements of W for the products of tile_blocks
 struct unpacked {
     bytes q[VECTORS];
     wide scales[SETS], shifts[SETS];
 };
 
-INLINE struct unpacked unpack_k(enum kind kind, const uint8_t *block) {
-    struct unpacked w;
+INLINE void unpack_small_scales(enum kind kind, const uint8_t *blocks, struct unpacked *w) {
+    int subtracted = kind == W_Q8_0 ? Q8_OFFSET : zero_point(kind);
+    arrange_small_scales(kind, blocks, 0, w->scales);
+    if (has_minimum(kind)) arrange_small_scales(kind, blocks, 2, w->shifts);
+    else UNROLL for (int set = 0; set < SETS; set++) w->shifts[set] = w->scales[set] * (float)-subtracted;
+}
+
+INLINE void unpack_k_scales(enum kind kind, const uint8_t *block, struct unpacked *w) {
     struct scales scales = read_scales(kind, block);
-    UNROLL for (int v = 0; v < VECTORS; v++) w.q[v] = integers_at(kind, block, v);
-    arrange_sub_blocks(w.q);
-    arrange_scales(scales.s, w.scales);
-    if (kind != W_Q6_K) arrange_scales(scales.t, w.shifts);
+    arrange_scales(scales.s, w->scales);
+    if (kind != W_Q6_K) arrange_scales(scales.t, w->shifts);
     UNROLL for (int set = 0; set < SETS; set++) {
-        w.scales[set] *= scales.d;
-        w.shifts[set] = kind == W_Q6_K ? w.scales[set] * -32.0f : w.shifts[set] * -scales.m;
+        w->scales[set] *= scales.d;
+        w->shifts[set] = kind == W_Q6_K ? w->scales[set] * -32.0f : w->shifts[set] * -scales.m;
     }
+}
+
+INLINE struct unpacked unpack(enum kind kind, const uint8_t *blocks) {
+    struct unpacked w;
+    UNROLL for (int v = 0; v < VECTORS; v++) {
+        w.q[v] = integers_at(kind, blocks, v);
+        if (kind == W_Q8_0) w.q[v] ^= (bytes)(int8_t)Q8_OFFSET;
+    }
+    arrange_sub_blocks(w.q);
+    if (is_small(kind)) unpack_small_scales(kind, blocks, &w);
+    else unpack_k_scales(kind, blocks, &w);
     return w;
 }
 
@@ -262,7 +289,7 @@ typedef wide unaligned_wide __attribute__((aligned(4)));
 
 // Returns acc + scale x_scale sum(q x_integer) + shift sum(x) of a block, lane by lane. x: the sub-blocks' scales, then their sums.
 // In assembly, as in int4.
-INLINE wide add_block_k(enum kind kind, wide acc, const struct unpacked *w, const uint8_t *q, const float *x) {
+INLINE wide add_block(enum kind kind, wide acc, const struct unpacked *w, const uint8_t *q, const float *x) {
     wide_ints dot = (wide_ints)0;
     const unaligned_bytes *values = (const unaligned_bytes *)q;
     const unaligned_wide *scales_and_sums = (const unaligned_wide *)x;
@@ -287,23 +314,26 @@ INLINE wide add_block_k(enum kind kind, wide acc, const struct unpacked *w, cons
 
 INLINE wide_ints dot_of_set(enum kind kind, const bytes *w, const uint8_t *q) {
     wide_ints dot = (wide_ints)0;
+    if (kind == W_Q8_0) {
+        UNROLL for (int c = 0; c < 4; c++) dot = dot_add_signed(dot, load_bytes(q + c * 4 * WIDE, 4 * WIDE), w[c]);
+        return dot;
+    }
 #ifdef __AVX2__
-    pairs sums[4];                       // of two products; 16 bits have room for eight of Q5_K, four of Q6_K
+    pairs sums[4];                       // of two products; 16 bits have room for eight of 5 bits, four of Q6_K
     UNROLL for (int c = 0; c < 4; c++) sums[c] = multiply_pairs(w[c], load_bytes(q + c * 4 * WIDE, 4 * WIDE));
     sums[0] += sums[1], sums[2] += sums[3];
     if (kind != W_Q6_K) return add_pairs(dot, sums[0] + sums[2]);
     return add_pairs(add_pairs(dot, sums[0]), sums[2]);
 #else
-    (void)kind;
     UNROLL for (int c = 0; c < 4; c++) dot = dot_add(dot, w[c], load_bytes(q + c * 4 * WIDE, 4 * WIDE));
     return dot;
 #endif
 }
 
-INLINE wide add_block_k(enum kind kind, wide acc, const struct unpacked *w, const uint8_t *q, const float *x) {
+INLINE wide add_block(enum kind kind, wide acc, const struct unpacked *w, const uint8_t *q, const float *x) {
     UNROLL for (int set = 0; set < SETS; set++) {
         wide dot = __builtin_convertvector(dot_of_set(kind, w->q + 4 * set, q + set * 16 * WIDE), wide);
-        acc = wide_fma(w->shifts[set], load_wide(x + SUB_BLOCKS + set * WIDE, WIDE), acc);
+        if (kind != W_Q8_0) acc = wide_fma(w->shifts[set], load_wide(x + SUB_BLOCKS + set * WIDE, WIDE), acc);
         acc = wide_fma(w->scales[set], dot * load_wide(x + set * WIDE, WIDE), acc);
     }
     return acc;
@@ -311,35 +341,43 @@ INLINE wide add_block_k(enum kind kind, wide acc, const struct unpacked *w, cons
 
 #endif
 
-// y = sum over sub-blocks of d s x_scale sum(q x_integer) - m t sum(x); Q6_K: - 32 d s sum(x)
-INLINE void tile_k(const struct product *p, int rows, int columns, const struct piece *piece) {
-    int64_t blocks = p->K / BLOCK;
+// The last blocks of 32 of a row, fewer than eight, with zeros after them
+INLINE const uint8_t *padded_blocks(enum kind kind, const uint8_t *blocks, int64_t elements, uint8_t *padded) {
+    memset(padded, 0, MOST_BYTES);
+    memcpy(padded, blocks, (size_t)row_bytes(kind, elements));
+    return padded;
+}
+
+// y = sum over sub-blocks of d s x_scale sum(q x_integer) + shift sum(x), with a shift of - m t, - 32 d s in Q6_K. Blocks of 32
+// have d, and a shift of m or - zero_point d.
+INLINE void tile_blocks(const struct product *p, int rows, int columns, const struct piece *piece) {
+    enum kind kind = p->kind;
     wide acc[MAX_ROWS][COLUMNS];
+    uint8_t padded[MOST_BYTES];
     load_sums(piece, rows, columns, acc);
     const uint8_t *q = p->q + piece->first * p->q_row;
     const float *x = p->x + piece->first * p->x_row;
-    for (int64_t block = piece->k / BLOCK; block < piece->end / BLOCK; block++)
+    for (int64_t k = piece->k; k < piece->end; k += BLOCK)
         UNROLL for (int j = 0; j < columns; j++) {
-            const uint8_t *packed = (const uint8_t *)p->w + (piece->ns[j] * blocks + block) * block_bytes(p->kind);
-            prefetch_block(p->kind, piece, packed);
-            struct unpacked w = unpack_k(p->kind, packed);
+            const uint8_t *blocks = (const uint8_t *)p->w + piece->ns[j] * row_bytes(kind, p->K) + row_bytes(kind, k);
+            prefetch_block(kind, piece, blocks);
+            if (is_small(kind) && k + BLOCK > p->K) blocks = padded_blocks(kind, blocks, p->K - k, padded);
+            struct unpacked w = unpack(kind, blocks);
             UNROLL for (int i = 0; i < rows; i++)
-                acc[i][j] = add_block_k(p->kind, acc[i][j], &w, q + i * p->q_row + block * BLOCK,
-                                        x + i * p->x_row + block * 2 * SUB_BLOCKS);
+                acc[i][j] = add_block(kind, acc[i][j], &w, q + i * p->q_row + k, x + i * p->x_row + k / BLOCK * 2 * SUB_BLOCKS);
         }
     store_sums(p, rows, columns, piece, acc);
 }
 
 // Each kind has functions of its own, with the kind as a constant.
-#define BLOCKS(name, w_kind, tile) \
+#define BLOCKS(name, w_kind) \
     static __attribute__((noinline)) void matmul_##name(const struct product *p, int64_t begin, int64_t end) { \
         struct product specialized = *p; \
         specialized.kind = w_kind; \
         for (int64_t r = 0; r < p->R; r += ROWS_TOGETHER) { \
             specialized.R = p->R - r < ROWS_TOGETHER ? p->R - r : ROWS_TOGETHER; \
             specialized.x = p->x + r * p->x_row, specialized.q = p->q + r * p->q_row, specialized.y = p->y + r * p->y_row; \
-            matmul_range(&specialized, begin, end, tile, block_bytes(w_kind) * BLOCK / block_size(w_kind), \
-                         is_small(w_kind) ? 4 : 0); \
+            matmul_range(&specialized, begin, end, tile_blocks, row_bytes(w_kind, BLOCK), 0); \
         } \
     } \
     static void unpack_##name(const uint8_t *w, int64_t K, float *row) { \
@@ -367,14 +405,14 @@ INLINE void unpack_block(enum kind kind, const uint8_t *block, float *y) {
     }
 }
 
-BLOCKS(q8_0, W_Q8_0, tile_small)
-BLOCKS(q4_0, W_Q4_0, tile_small)
-BLOCKS(q4_1, W_Q4_1, tile_small)
-BLOCKS(q5_0, W_Q5_0, tile_small)
-BLOCKS(q5_1, W_Q5_1, tile_small)
-BLOCKS(q4_k, W_Q4_K, tile_k)
-BLOCKS(q5_k, W_Q5_K, tile_k)
-BLOCKS(q6_k, W_Q6_K, tile_k)
+BLOCKS(q8_0, W_Q8_0)
+BLOCKS(q4_0, W_Q4_0)
+BLOCKS(q4_1, W_Q4_1)
+BLOCKS(q5_0, W_Q5_0)
+BLOCKS(q5_1, W_Q5_1)
+BLOCKS(q4_k, W_Q4_K)
+BLOCKS(q5_k, W_Q5_K)
+BLOCKS(q6_k, W_Q6_K)
 
 void matmul_blocks(const struct product *p, int64_t begin, int64_t end) {
     switch (p->kind) {
@@ -390,7 +428,7 @@ void matmul_blocks(const struct product *p, int64_t begin, int64_t end) {
 }
 
 void unpack_blocks(enum kind kind, const void *w, int64_t K, int64_t n, float *row) {
-    const uint8_t *first = (const uint8_t *)w + n * (K / block_size(kind)) * block_bytes(kind);
+    const uint8_t *first = (const uint8_t *)w + n * row_bytes(kind, K);
     switch (kind) {
     case W_Q8_0: unpack_q8_0(first, K, row); break;
     case W_Q4_0: unpack_q4_0(first, K, row); break;

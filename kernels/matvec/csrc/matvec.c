@@ -29,8 +29,8 @@ static void multiply(struct tasks *tasks, int64_t thread) {
 
 ENTRY(matvec, struct call) { parallel_for(multiply, call, threads); }
 
-// Quantizes rows x (R,K) of whole blocks for products with int4 or k-quants (prepare_input). q: K bytes of each row; y: `floats`
-// numbers of each block. A task is a row.
+// Quantizes rows x (R,K) of whole blocks for products with int4 or GGUF's blocks (prepare_input). q: K bytes of each row; y:
+// `floats` numbers of each block. A task is a row.
 struct arrange_call {
     int64_t kind, R, K, floats;
     const float *x;

@@ -73,18 +73,20 @@ INLINE wide_ints sum_each(wide_ints *x) {
     return x[0];
 }
 
-// zero_point: sums of offset times W, to be subtracted from acc.
+// zero_point: sums of offset times W, to be subtracted from acc; 0 where x is signed.
 INLINE void accumulate_int8(const struct product *p, int rows, int columns, const int8_t *const *w, const uint8_t *q, int64_t k,
                             int64_t n, const struct piece *piece, wide_ints (*acc)[COLUMNS], wide_ints *zero_point) {
     bytes weights[COLUMNS], offset = (bytes)(int8_t)p->offset;
     UNROLL for (int j = 0; j < columns; j++) {
         prefetch_ahead(piece, w[j] + k);
         weights[j] = load_bytes(w[j] + k, n);
-        zero_point[j] = dot_add(zero_point[j], offset, weights[j]);
+        if (!p->is_signed) zero_point[j] = dot_add(zero_point[j], offset, weights[j]);
     }
     UNROLL for (int i = 0; i < rows; i++) {
         bytes values = load_bytes(q + i * p->q_row + k, n);
-        UNROLL for (int j = 0; j < columns; j++) acc[i][j] = dot_add(acc[i][j], values, weights[j]);
+        if (p->is_signed) values ^= (bytes)(int8_t)-SIGNED;
+        UNROLL for (int j = 0; j < columns; j++)
+            acc[i][j] = p->is_signed ? dot_add_signed(acc[i][j], values, weights[j]) : dot_add(acc[i][j], values, weights[j]);
     }
 }
 
@@ -234,29 +236,34 @@ INLINE void tile(const struct product *p, int rows, int columns, const struct pi
     else tile_floats(p, rows, columns, piece);
 }
 
-#define MATMUL(name, w_kind, w_bytes, x_bytes) \
+#define MATMUL(name, w_kind, w_bytes, x_bytes, signed_x) \
     static __attribute__((noinline)) void matmul_##name(const struct product *p, int64_t begin, int64_t end) { \
         struct product specialized = *p; \
-        specialized.kind = w_kind; \
+        specialized.kind = w_kind, specialized.is_signed = signed_x; \
         matmul_range(&specialized, begin, end, tile, w_bytes, x_bytes); \
     }
 
-MATMUL(float32, W_FLOAT32, 4 * BLOCK, 4)
-MATMUL(bfloat16, W_BFLOAT16, 2 * BLOCK, 4)
+MATMUL(float32, W_FLOAT32, 4 * BLOCK, 4, 0)
+MATMUL(bfloat16, W_BFLOAT16, 2 * BLOCK, 4, 0)
 #ifdef __AVX512BF16__
-MATMUL(wx_bfloat16, WX_BFLOAT16, 2 * BLOCK, 2)
+MATMUL(wx_bfloat16, WX_BFLOAT16, 2 * BLOCK, 2, 0)
 #else
 #define matmul_wx_bfloat16 matmul_bfloat16       // of x that prepare_input has rounded
 #endif
-MATMUL(int8, W_INT8, BLOCK, 1)
-MATMUL(int4, W_INT4, BLOCK / 2, 0)      // pieces of K would be slower
+MATMUL(int8, W_INT8, BLOCK, 1, 0)
+#ifdef __AVX512F__
+#define matmul_signed_int8 matmul_int8           // VNNI multiplies unsigned x of 8 bits without saturation
+#else
+MATMUL(signed_int8, W_INT8, BLOCK, 1, 1)
+#endif
+MATMUL(int4, W_INT4, BLOCK / 2, 0, 0)   // pieces of K would be slower
 
 void matmul(const struct product *p, int64_t begin, int64_t end) {
     switch (p->kind) {
     case W_FLOAT32: matmul_float32(p, begin, end); break;
     case W_BFLOAT16: matmul_bfloat16(p, begin, end); break;
     case WX_BFLOAT16: matmul_wx_bfloat16(p, begin, end); break;
-    case W_INT8: matmul_int8(p, begin, end); break;
+    case W_INT8: p->offset == SIGNED ? matmul_signed_int8(p, begin, end) : matmul_int8(p, begin, end); break;
     case W_INT4: matmul_int4(p, begin, end); break;
     default: matmul_blocks(p, begin, end);
     }
@@ -554,12 +561,15 @@ INLINE void quantize_block(const float *x, uint8_t *q, float *y, int64_t K, int6
     }
 }
 
-// Quantizes a block of a row x for a product with k-quants, each sub-block to 127 steps of its largest magnitude. q and y: the
-// sub-blocks' integers, scales and sums in the order of sub_block_lane, NaN for one that has a NaN.
-INLINE void quantize_sub_blocks(const float *x, uint8_t *q, float *y, int64_t block) {
+// Quantizes 256 numbers of a row x (K) for a product with GGUF's blocks, each sub-block to 127 steps of its largest magnitude. q
+// and y: the sub-blocks' integers, scales and sums in the order of sub_block_lane, NaN for one that has a NaN. K is a multiple of
+// 32; beyond it x is 0.
+INLINE void quantize_sub_blocks(const float *x, uint8_t *q, float *y, int64_t K, int64_t block) {
     x += block * BLOCK, q += block * BLOCK, y += block * 2 * SUB_BLOCKS;
     for (int n = 0; n < SUB_BLOCKS; n++) {
-        floats low = load(x + n * SUB_BLOCK), high = load(x + n * SUB_BLOCK + 8);
+        int is_inside = block * BLOCK + n * SUB_BLOCK < K;
+        floats low = is_inside ? load(x + n * SUB_BLOCK) : splat(0.0f);
+        floats high = is_inside ? load(x + n * SUB_BLOCK + 8) : splat(0.0f);
         float top = max_magnitude(max(__builtin_elementwise_abs(low), __builtin_elementwise_abs(high)),
                                   (low != low) | (high != high));
         ints halves[2] = {__builtin_convertvector(round_even(low * (127.0f / top)), ints),
@@ -581,6 +591,6 @@ void prepare_input(enum kind kind, const float *x, int64_t K, int64_t first, int
     if (kind == W_INT8) *floats = quantize_row(x, q, K, levels, offset);
     if (kind == W_INT4)
         for (int64_t block = first / BLOCK; block * BLOCK < first + n; block++) quantize_block(x, q, floats, K, block);
-    if (kind >= W_Q4_K)
-        for (int64_t block = first / BLOCK; block * BLOCK < first + n; block++) quantize_sub_blocks(x, q, floats, block);
+    if (kind >= W_Q8_0)
+        for (int64_t block = first / BLOCK; block * BLOCK < first + n; block++) quantize_sub_blocks(x, q, floats, K, block);
 }

@@ -11,13 +11,14 @@
 // Form of W, numbered as KINDS in Python. WX_BFLOAT16: x is rounded to bfloat16 as well. From W_Q8_0: GGUF's blocks.
 enum kind {
     W_FLOAT32, W_BFLOAT16, WX_BFLOAT16, W_INT8, W_INT4,
-    W_Q8_0, W_Q4_0, W_Q4_1, W_Q5_0, W_Q5_1,      // blocks of 32; x stays float32
-    W_Q4_K, W_Q5_K, W_Q6_K,                      // blocks of 256; x is rounded to integers of 8 bits
+    W_Q8_0, W_Q4_0, W_Q4_1, W_Q5_0, W_Q5_1,      // blocks of 32; x is rounded to integers of 8 bits
+    W_Q4_K, W_Q5_K, W_Q6_K,                      // blocks of 256, likewise
 };
 enum {
     GROUP = 32,              // int4: neighbours that share a scale
-    BLOCK = 8 * GROUP,       // int4: eight groups, interleaved; k-quants: a block
-    SUB_BLOCK = 16,          // k-quants: neighbours of x that share a scale
+    BLOCK = 8 * GROUP,       // int4: eight groups, interleaved; GGUF's: a block of a k-quant, or eight blocks of 32
+    SIGNED = 128,            // int8: zero point of inputs of 8 bits with a sign
+    SUB_BLOCK = 16,          // GGUF's blocks: neighbours of x that share a scale
     SUB_BLOCKS = BLOCK / SUB_BLOCK,
     COLUMN_TILE = 32,        // W stored by input: outputs in a tile, a cache line in bfloat16
     SPARSE_TILE = 128,       // sparse product: outputs in a tile, four cache lines in bfloat16
@@ -25,7 +26,7 @@ enum {
 
 // A product's operands. x (R,K) has rows x_row numbers apart. Kinds that round x read the output of prepare_input instead: q, the
 // rounded x, with rows q_row bytes apart, and x, which then holds a row's scale (int8), or the scales and sums of each block's
-// groups (int4) or sub-blocks (k-quants).
+// groups (int4) or sub-blocks (GGUF's blocks).
 struct product {
     enum kind kind;
     const void *w, *scale, *shift;       // W (N,K); scale and shift as in Packed
@@ -33,8 +34,9 @@ struct product {
     const uint8_t *q;
     float *y;
     int64_t R, K, x_row, q_row, y_row;
-    int64_t offset;                      // int8: zero point of q
+    int64_t offset;                      // int8: zero point of q; SIGNED where q has 8 bits and a sign
     int apply_x_scale;                   // int8: multiply y by the row's scale
+    int is_signed;                       // int8, set by matmul: multiply q - SIGNED as signed bytes
 };
 
 #define matmul WITH_LEVEL(matmul, LEVEL)
@@ -45,7 +47,7 @@ struct product {
 #define matmul_in_order WITH_LEVEL(matmul_in_order, LEVEL)
 #define prepare_input WITH_LEVEL(prepare_input, LEVEL)
 
-INLINE int rounds_input(enum kind kind) { return kind >= WX_BFLOAT16 && !(kind >= W_Q8_0 && kind <= W_Q5_1); }
+INLINE int rounds_input(enum kind kind) { return kind >= WX_BFLOAT16; }
 
 // Outputs begin <= n < end of all rows.
 void matmul(const struct product *p, int64_t begin, int64_t end);
@@ -68,7 +70,7 @@ void matmul_in_order(const struct product *p, int64_t begin, int64_t end);
 
 // Rounds numbers first to first + n - 1 of a row x (K) for a product of that kind: writes q and, as the product's x, `floats`.
 //     int8          n = K. levels: integer steps up to the row's largest magnitude; offset: zero point of q, 0 where x >= 0
-//     int4, k-quants        first: a multiple of BLOCK
+//     int4, GGUF's blocks   first: a multiple of BLOCK; q and floats are filled up to a multiple of BLOCK
 //     WX_BFLOAT16   into q where the CPU has bfloat16 dot products, otherwise into floats
 // K, first and n are multiples of 8.
 void prepare_input(enum kind kind, const float *x, int64_t K, int64_t first, int64_t n, int64_t levels, int64_t offset,

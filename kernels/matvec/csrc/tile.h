@@ -62,10 +62,14 @@ INLINE bytes load_bytes(const void *p, int64_t n) {
 }
 
 // Dot products of unsigned x (0 to 127; to 255 with AVX-512) and signed w: multiply_pairs sums two neighbouring products, which
-// fits into 16 bits; dot_add adds four to a 32-bit sum.
+// fits into 16 bits; dot_add adds four to a 32-bit sum. dot_add_signed takes a signed x, -127 to 127.
 #if defined __AVX512F__
 INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) {
     return (wide_ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)x, (__m512i)w);
+}
+
+INLINE wide_ints dot_add_signed(wide_ints sums, bytes x, bytes w) {
+    return dot_add(sums, x ^ (bytes)(int8_t)-128, w) - dot_add((wide_ints)0, (bytes)(int8_t)-128, w);
 }
 #elif defined __AVX2__
 INLINE pairs multiply_pairs(bytes x, bytes w) { return (pairs)_mm256_maddubs_epi16((__m256i)x, (__m256i)w); }
@@ -75,6 +79,10 @@ INLINE wide_ints add_pairs(wide_ints sums, pairs x) {
 }
 
 INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) { return add_pairs(sums, multiply_pairs(x, w)); }
+
+INLINE wide_ints dot_add_signed(wide_ints sums, bytes x, bytes w) {
+    return dot_add(sums, (bytes)_mm256_abs_epi8((__m256i)w), (bytes)_mm256_sign_epi8((__m256i)x, (__m256i)w));
+}
 #else
 INLINE pairs multiply_pairs(bytes x, bytes w) {
     int8x16_t x_halves[2], w_halves[2];
@@ -106,6 +114,8 @@ INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) {
     memcpy(&sums, four_sums, sizeof sums);
     return sums;
 }
+
+INLINE wide_ints dot_add_signed(wide_ints sums, bytes x, bytes w) { return dot_add(sums, x, w); }
 #endif
 
 // Every second block of `step` lanes of a, with those of b between them.
@@ -129,7 +139,7 @@ INLINE wide_ints every(int step, int odd, wide_ints a, wide_ints b) {
 #endif
 }
 
-// k-quants: the lane of sub-block n among those of a block's sums. arrange_sub_blocks puts there 4 bytes of each.
+// GGUF's blocks: the lane of sub-block n among those of a block's sums. arrange_sub_blocks puts there 4 bytes of each.
 INLINE int sub_block_lane(int n) {
     int in_128_bits = WIDE / 4, in_set = n % WIDE;
     return n / WIDE * WIDE + in_set % in_128_bits * 4 + in_set / in_128_bits;

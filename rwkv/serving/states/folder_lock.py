@@ -1,4 +1,4 @@
-"""Locks and lists the folder states_dir=, which several servers may share (rwkv/serving/sharing.py).
+"""Locks and lists the folder states_dir=, which several servers may share (rwkv/serving/shared_folder.py).
 
 Servers read only files with names that a server writes.
 """
