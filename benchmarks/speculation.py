@@ -5,7 +5,7 @@ Measures speculative decoding on a CPU, as the option draft= does it.
 
 Without --draft, the program times a pass over 1, 4, 5 or 8 proposed tokens of one sequence, with the logits and the state after
 each token, by default at the 1.5b and 7.2b shapes with random weights. Models of two and four layers are timed alternately, and
-the time of all layers is extrapolated. `cost` is the time of an additional token relative to a step, PASS_COST in
+the time of all layers is extrapolated. `cost` is the time of an additional token relative to a step, pass_cost in
 rwkv/generation/speculation.py.
 
 With --draft, the program continues pieces of TEXT at temperatures 0 and 1, alternately with and without a draft (ngram, or a

@@ -6,7 +6,7 @@ after the last accepted token. Logits and states are bit for bit those of single
 no sequence, and a rejected token leaves no trace.
 
 The number of proposed tokens k follows from an estimate. A pass that reads n tokens, counted over all rows, is assumed to take
-1 + PASS_COST (n - 1) times as long as a step. If each proposal is right with probability p, k proposals yield 1 + p + ... + p^k
+1 + pass_cost() (n - 1) times as long as a step. If each proposal is right with probability p, k proposals yield 1 + p + ... + p^k
 tokens on average. Each row estimates p from its last passes, starting at FIRST_P, and k is chosen to yield the most tokens per
 unit of time. If the gain is below LEAST_GAIN, the row's draft pauses for FIRST_PAUSE tokens, and then proposes TRIED tokens.
 The draft resumes if all of these are right; otherwise the next pause is twice as long. With more than MOST_ROWS rows nothing is
@@ -16,10 +16,10 @@ proposed, because the tokens of so many rows already share the cost of reading t
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from kernels import native
 from rwkv.generation.draft import Draft
 from rwkv.generation.row import Row
 
-PASS_COST = 0.2                          # an upper bound: 0.03 to 0.1 as measured with the 1.5b model and AVX-512
 MOST_ROWS = 4                            # most rows in the batch for which tokens are proposed
 FIRST_P = 0.6
 DECAY = 0.9                              # factor by which the weight of earlier passes shrinks in each pass
@@ -28,6 +28,14 @@ LEAST_GAIN = 1.05
 FIRST_PAUSE = 32                         # tokens
 TRIED = 2                                # number of tokens proposed after a pause
 LARGEST_COST = 0.5                       # limit of Draft.cost: above it, even a draft that is always right gains little
+
+
+def pass_cost() -> float:
+    """Returns an upper bound of the time that an additional token of a pass takes, relative to a step.
+
+    With the 1.5b model it was 0.03 to 0.1 with AVX-512, and 0.18 to 0.35 with AVX2 (docs/log.md, "Drafts").
+    """
+    return 0.2 if (native.level() or "").startswith("avx512") else 0.35
 
 
 class Pace:
@@ -72,7 +80,8 @@ class Pace:
 
     def _best(self, rows: int) -> int:
         p = self._accepted / self._proposed
-        price = rows * (PASS_COST + self._cost) / (1 + PASS_COST * (rows - 1))       # of one proposal per row, in passes
+        each = pass_cost()
+        price = rows * (each + self._cost) / (1 + each * (rows - 1))         # of one proposal per row, in passes
         gains = {0: LEAST_GAIN}
         tokens = 1.0
         for k in range(1, self._most + 1):
