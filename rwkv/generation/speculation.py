@@ -6,7 +6,7 @@ after the last accepted token. Logits and states are bit for bit those of single
 no sequence, and a rejected token leaves no trace.
 
 The number of proposed tokens k follows from an estimate. A pass that reads n tokens, counted over all rows, is assumed to take
-1 + pass_cost() (n - 1) times as long as a step. If each proposal is right with probability p, k proposals yield 1 + p + ... + p^k
+1 + pass_cost (n - 1) times as long as a step. If each proposal is right with probability p, k proposals yield 1 + p + ... + p^k
 tokens on average. Each row estimates p from its last passes, starting at FIRST_P, and k is chosen to yield the most tokens per
 unit of time. If the gain is below LEAST_GAIN, the row's draft pauses for FIRST_PAUSE tokens, and then proposes TRIED tokens.
 The draft resumes if all of these are right; otherwise the next pause is twice as long. With more than MOST_ROWS rows nothing is

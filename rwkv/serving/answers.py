@@ -27,7 +27,8 @@ REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled
 LINE_END = "\n"
 # Some clients split lines at these characters, as Python's str.splitlines does. JSON has unescaped "\n" and "\r" only between
 # values, so a space can replace them.
-LINE_ENDS = {"\n": " ", "\r": " ", "\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+LINE_ENDS = {character.encode(): escape.encode() for character, escape in {
+    "\n": " ", "\r": " ", "\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}.items()}
 SEND_TIMEOUT = 30                        # seconds after which a client that reads nothing is disconnected
 
 
@@ -311,6 +312,8 @@ class _Choice:
             thoughts, text = self._answer.push(event.text, last)
             offset = self._answer.text_place
             decided = self._answer.decided
+        if not self._parser and not self._tokens:        # the usual case, for each token
+            return thoughts, [Part(text, [])] if text else []
         pieces: list[tuple[str, int] | JsonObject] = [(text, self._n_chars - len(text))]
         spans = [(self._n_chars - len(text), self._n_chars)]
         if self._parser:
@@ -413,7 +416,7 @@ def one_line(content: JsonObject) -> bytes:
     """Returns the content as one line of JSON without a final line end. Line ends inside a msgspec.Raw are replaced."""
     line = msgspec.json.encode(content)
     for character, escape in LINE_ENDS.items():
-        line = line.replace(character.encode(), escape.encode())
+        line = line.replace(character, escape)
     return line
 
 

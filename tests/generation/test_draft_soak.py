@@ -10,6 +10,7 @@ import pytest
 import torch
 from models import in_format, small_model
 from test_draft import BYTES, Random, assert_same, texts_of
+from test_draft import cheap_passes as cheap_passes  # an autouse fixture
 
 from kernels import native
 from kernels.matvec import BLOCKS, FORMATS
