@@ -31,11 +31,12 @@ LARGEST_COST = 0.5                       # limit of Draft.cost: above it, even a
 
 
 def pass_cost() -> float:
-    """Returns an upper bound of the time that an additional token of a pass takes, relative to a step.
+    """Returns the time that an additional token of a pass may take, relative to a step.
 
-    With the 1.5b model it was 0.03 to 0.1 with AVX-512, and 0.18 to 0.35 with AVX2 (docs/log.md, "Drafts").
+    With the 1.5b model it was 0.03 to 0.1 with AVX-512, and with AVX2 0.18 to 0.35 in int8 and int4; 8 rows in GGUF's blocks
+    suggest 0.4 there (docs/log.md, "Drafts"). Other CPUs have not been measured.
     """
-    return 0.2 if (native.level() or "").startswith("avx512") else 0.35
+    return 0.2 if (native.level() or "").startswith("avx512") else 0.4
 
 
 class Pace:

@@ -1,14 +1,15 @@
 """Linear layers with quantised weights.
 
 On a CPU, int8 and int4 layers round inputs as well as weights. On a GPU, PackedLinear rounds only the weights. BlockLinear
-keeps GGUF's blocks in the file's own format.
+keeps GGUF's blocks in the file's own format, and rounds inputs.
 
 int8 rounds the weights once, with a scale for each output channel, and the inputs at each call. int4 rounds the weights in
 groups of 32, and also the inputs of a product with few rows (kernels/matvec).
 
 int8 scales each input row by the row's own largest magnitude, and the products of integers are exact. So a row's result has the
 same bits in any batch. The C kernel of kernels/matvec computes the products. In training, and without the C library, FBGEMM
-does where torch has it, with the same rounding, from a copy of the weights in its own layout. All else is computed in float32.
+does where torch has it, from a copy of the weights in its own layout. Without VNNI it rounds inputs to 7 bits, and the C kernel
+to 8; otherwise both round alike. All else is computed in float32.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

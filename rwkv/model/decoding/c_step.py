@@ -27,7 +27,7 @@ from rwkv.model.weights_watch import exact_copies, is_finite, tensors_of
 
 LANES = 8                                # all widths are multiples of this
 PART = 32                                # offsets in the workspace are multiples of this
-BLOCK = 256                              # inputs in a block of an int4 matrix; prepared inputs are padded to whole blocks
+BLOCK = 256                              # prepared inputs of int4 and of GGUF's blocks are padded to a multiple of this
 PREPARED = 3                             # at most this many input vectors are prepared in one phase
 COPIED = 2**26                           # copies of all bfloat16 matrices with sparse inputs have at most this many bytes
 DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)            # step.h has the same numbers

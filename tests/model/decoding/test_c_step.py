@@ -273,7 +273,7 @@ def test_rows_join_and_leave(generation: str) -> None:
 
 @in_c
 @each_generation
-@pytest.mark.parametrize(("format", "vocab_size"), [("float32", 1), ("bfloat16", 7), ("int8", 33), ("int4", 100)])
+@pytest.mark.parametrize(("format", "vocab_size"), [("float32", 1), ("bfloat16", 7), ("int8", 33), ("int4", 100), ("q8_0", 64)])
 def test_nothing_is_written_beyond_the_ends(level: str, format: str, vocab_size: int, generation: str) -> None:
     model = model_in(format, generation, "pieces of blocks", vocab_size=vocab_size)
     step, state = step_of(model), sum(part[:, 0].numel() for part in model.empty_state(1))
