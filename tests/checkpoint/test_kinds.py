@@ -211,7 +211,8 @@ def test_generate(folder: Path, run: Run, kind: str) -> None:
     model = model_of(folder, name)
     context = load_context(folder / "saved.safetensors", model, BYTES) if name == "saved" else None
     expected = "".join(generate(model, BYTES, "a", 4, temperature=0, context=context))
-    status, text, error = run("generate", *options, "prompt=a", "max_new_tokens=4", "temperature=0", "kernel=reference")
+    status, text, error = run("generate", *options, "prompt=a", "max_new_tokens=4", "temperature=0", "kernel=reference",
+                              "dtype=float32")
     assert status == 0, error
     assert text.removesuffix("\n").endswith(expected)
 
@@ -230,7 +231,8 @@ def test_serve(folder: Path, run: Run, kind: str) -> None:
     options, name, _ = KINDS[kind]
     adapter_file = option(options, "lora") or option(options, "state")
     rest = [each for each in options if not each.startswith(("lora=", "state="))]
-    loaded = load(composed("serve", *rest, *([f"adapters=it={adapter_file}"] if adapter_file else []), "kernel=reference"))
+    adapters = [f"adapters=it={adapter_file}"] if adapter_file else []
+    loaded = load(composed("serve", *rest, *adapters, "kernel=reference", "dtype=float32"))
     expected = model_of(folder, name)
     if adapter_file is None:
         assert_logits(loaded.model, expected)
