@@ -64,7 +64,7 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
 
 def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
     N = len(packed.weight)
-    K = packed.K if isinstance(packed, Blocks) else _padded_K(packed)
+    K = packed.K if isinstance(packed, Blocks) else _padded_K(packed)    # int4 is stored padded, a file's blocks are not
     weight, scale, shift = (*packed, None, None)[:3]
     offset = packed.rounding.offset if isinstance(packed, Int8) else 0
 
@@ -72,7 +72,8 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
         R = len(x)
         floats, q = _inputs(x, packed)
         y = x.new_empty(R, N)
-        threads, q_row = 1 if N * K * R <= SMALL else native.threads_for(N), q.shape[1] * q.itemsize
+        threads = 1 if N * K * R <= SMALL else native.threads_for(N)
+        q_row = q.shape[1] * q.itemsize
         native.run("matvec", threads, KINDS[packed.format], N, K, R, floats.shape[1], q_row, offset, False, threads,
                    weight, scale, shift, floats, q, y)
         return y

@@ -9,7 +9,7 @@ groups of 32, and also the inputs of a product with few rows (kernels/matvec).
 int8 scales each input row by the row's own largest magnitude, and the products of integers are exact. So a row's result has the
 same bits in any batch. The C kernel of kernels/matvec computes the products. In training, and without the C library, FBGEMM
 does where torch has it, from a copy of the weights in its own layout. Without VNNI it rounds inputs to 7 bits, and the C kernel
-to 8; otherwise both round alike. All else is computed in float32.
+rounds inputs with a sign to 8; otherwise both round alike. All else is computed in float32.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
