@@ -58,7 +58,8 @@ def _rows(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path) -> list[dict
 
 
 def _bits_per_byte(checkpoint: Checkpoint, dtype: str, tokenizer: Tokenizer, text: Path) -> float:
-    model = RWKV.from_checkpoint(checkpoint, operator_for(checkpoint.config, "auto", "cpu", compute_dtype(dtype)), dtype=dtype)
+    wkv = operator_for(checkpoint.config, "auto", "cpu", compute_dtype(dtype, "cpu"))
+    model = RWKV.from_checkpoint(checkpoint, wkv, dtype=dtype)
     passes = list(score_text(model, tokenizer, text, [tokenizer.end_of_text], MOST_ROWS))
     score = TextScore(sum(count for count, _ in passes), text.stat().st_size, sum(nats for _, nats in passes))
     bits: float = score.as_dict()["bits_per_byte"]

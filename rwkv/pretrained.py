@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import torch
 
 from kernels import matvec
-from kernels.machine.cpu import why_slow
+from kernels.machine.cpu import matrix_dtype
 from kernels.machine.memory import available_memory
 from kernels.matvec import Blocks, pack
 from kernels.operator import Operator
@@ -40,7 +40,7 @@ from rwkv.io.lines import counted, wrap_text
 from rwkv.io.state_path import state_path
 from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
 from rwkv.model.operators import operator_for
-from rwkv.model.quantized import IN_C, BlockLinear, Int4Linear, Int8Linear, to_blocks, to_int4, to_int8, to_packed
+from rwkv.model.quantized import IN_C, BlockLinear, Int4Linear, Int8Linear, to_bfloat16, to_blocks, to_int4, to_int8, to_packed
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 AUTO = "auto"
@@ -86,7 +86,7 @@ class RWKV(Model):
         dtype, line = resolve_dtype(dtype, device, checkpoint)
         for note in [*checkpoint.notes, *([line] if dtype == "float32" and line else [])]:
             warnings.warn(note, stacklevel=2)
-        wkv = operator_for(checkpoint.config, kernel, device, compute_dtype(dtype))
+        wkv = operator_for(checkpoint.config, kernel, device, getattr(torch, dtype) if trainable else compute_dtype(dtype, device))
         for note in [*adapter_rounding_lines(checkpoint, dtype), *old_memory_order_lines(checkpoint, dtype)]:
             warnings.warn(note, stacklevel=2)
         if trainable:
@@ -102,10 +102,10 @@ class RWKV(Model):
         """Returns a checkpoint's model, in evaluation mode and without gradients. Raises UserError if memory is short."""
         if torch.device(device).type == "cpu":
             require_memory(checkpoint, dtype, available_memory())
-        if dtype in PACKED:
-            model = cls._with_packed_matrices(checkpoint, wkv, device, dtype, mmap)
-        elif dtype == BLOCKS:
+        if dtype == BLOCKS:
             model = cls._with_blocks(checkpoint, wkv, mmap)
+        elif dtype in PACKED or compute_dtype(dtype, device) != getattr(torch, dtype):
+            model = cls._with_converted_matrices(checkpoint, wkv, device, dtype, mmap)
         else:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device, mmap))
             model.fingerprint_before = checkpoint.fingerprint
@@ -115,8 +115,8 @@ class RWKV(Model):
         return model.requires_grad_(False).eval()
 
     @classmethod
-    def _with_packed_matrices(cls, checkpoint: Checkpoint, wkv: Operator, device: str, dtype: str, mmap: bool) -> Self:
-        """Returns the model with matrices converted to int8 or int4, one at a time. All else is computed in float32.
+    def _with_converted_matrices(cls, checkpoint: Checkpoint, wkv: Operator, device: str, dtype: str, mmap: bool) -> Self:
+        """Returns the model with matrices converted to bfloat16, int8 or int4, one at a time. All else is computed in float32.
 
         A matrix that is not memory-mapped, such as one in a quantised GGUF file, is read only when it is converted.
         """
@@ -144,6 +144,8 @@ class RWKV(Model):
         model.merge()
         if kind == "cuda":
             return to_packed(model, dtype, device, packed, later)
+        if dtype == "bfloat16":
+            return to_bfloat16(model, later)
         return to_int8(model, later=later, packed=packed) if dtype == "int8" else to_int4(model, packed, later)
 
     @classmethod
@@ -207,13 +209,13 @@ class OpenCheckpoint(NamedTuple):
     def lines(self) -> list[tuple[str, str]]:
         """Returns labels and notes to print.
 
-        The notes tell of slow matrix products, a chosen dtype, a guessed tokenizer, end-of-text tokens and losses by rounding.
+        The notes tell of a chosen dtype, a guessed tokenizer, end-of-text tokens and losses by rounding.
         """
         notes = [("WARNING", note) for note in self.checkpoint.notes]
-        if slow := why_slow(compute_dtype(self.dtype), torch.device(self.device)):
-            notes.append(("WARNING", f"dtype={self.dtype} is slow: {slow}. Use dtype=float32, int8 or int4"))
         if self.dtype_line:
             notes.append(("dtype", self.dtype_line))
+        if self.dtype == "bfloat16" and compute_dtype(self.dtype, self.device) == torch.float32:
+            notes.append(("dtype", "bfloat16 weights with float32 activations, because this CPU has no bfloat16 instructions"))
         if self.checkpoint.state_note:
             notes.append(("state", self.checkpoint.state_note))
         if self.checkpoint.adapter_kind:
@@ -291,7 +293,7 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     checkpoint = cached or _read_with_adapter(config.checkpoint, config.lora, config.lora_alpha)
     dtype, line = resolve_dtype(dtype, device, checkpoint)
     caches = may_cache and _is_packed_on_loading(checkpoint, device, dtype) and packed_cache.can_hold(checkpoint)
-    wkv = operator_for(checkpoint.config, config.kernel.name, device, compute_dtype(dtype))
+    wkv = operator_for(checkpoint.config, config.kernel.name, device, compute_dtype(dtype, device))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
     assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
     return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed, caches, line)
@@ -391,9 +393,15 @@ def old_memory_order_lines(checkpoint: Checkpoint, dtype: str) -> list[str]:
             "more memory and time. Convert the file once to a new .safetensors file with timemix convert"]
 
 
-def compute_dtype(dtype: str) -> torch.dtype:
-    """Returns the dtype of the operator's inputs in a model of this dtype."""
-    return torch.float32 if dtype in (*PACKED, BLOCKS) else getattr(torch, dtype)
+def compute_dtype(dtype: str, device: str) -> torch.dtype:
+    """Returns the dtype of activations in a model whose matrices are in `dtype`, and so of the operator's inputs.
+
+    On a CPU without bfloat16 instructions, on which PyTorch's bfloat16 products are a hundred times as slow as float32 products,
+    activations are in float32.
+    """
+    if dtype in (*PACKED, BLOCKS) or (dtype == "bfloat16" and matrix_dtype(torch.device(device)) == torch.float32):
+        return torch.float32
+    return getattr(torch, dtype)
 
 
 def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:

@@ -157,6 +157,17 @@ def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPat
 
 
 @pytest.fixture
+def without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Makes torch report a CPU without instructions for bfloat16."""
+    import torch
+
+    from kernels.machine.cpu import multiplies_natively
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    yield from _with_cleared_caches(monkeypatch, multiplies_natively)
+
+
+@pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     import torch
 

@@ -197,7 +197,8 @@ class PackedLinear(_PackedWeight):
 class BFloat16Linear(nn.Linear):
     """A linear layer without a bias, with a frozen weight (N,K) in bfloat16: x (...,K) -> (...,N) in the dtype of x.
 
-    Products are in the dtype of x, or in autocast's dtype. The weight is converted to that dtype a block of rows at a time.
+    Products are in the dtype of x, or in autocast's dtype. The weight is converted to that dtype a block of rows at a time, so
+    that float32 products need no bfloat16 instructions and no second copy of the weight.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -215,12 +216,12 @@ class BFloat16Linear(nn.Linear):
 
 
 @torch.no_grad()
-def to_bfloat16(model: M) -> M:
-    """Converts the linear layers' weights and the embedding of a frozen model to bfloat16. Products keep the inputs' dtype."""
-    for name in _linear_names(model):
-        model.set_submodule(name, BFloat16Linear(cast(nn.Linear, model.get_submodule(name)).weight))
-    _embeddings_to_bfloat16(model)
-    return model
+def to_bfloat16(model: M, later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
+    """Converts the linear layers' weights and the embedding of a frozen model to bfloat16. Products keep the inputs' dtype.
+
+    `later` is the argument of to_int8.
+    """
+    return _replace_linear_layers(model, lambda name, read: BFloat16Linear(read()), later, True, lambda name: None)
 
 
 @torch.no_grad()

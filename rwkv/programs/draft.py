@@ -47,7 +47,7 @@ class OpenDraft(NamedTuple):
         draft: Draft = NGram(self.most_tokens)
         weights = 0
         if self.checkpoint is not None:
-            wkv = operator_for(self.checkpoint.config, "auto", "cpu", compute_dtype(self.dtype))
+            wkv = operator_for(self.checkpoint.config, "auto", "cpu", compute_dtype(self.dtype, "cpu"))
             draft_model = RWKV.from_checkpoint(self.checkpoint, wkv, "cpu", self.dtype)
             if reason := why_not(draft_model):
                 return None, f"{self.name}, ignored: the draft cannot use the compiled decoding step ({reason})"

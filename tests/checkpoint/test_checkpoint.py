@@ -17,9 +17,13 @@ from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
 from rwkv.checkpoint.location import follow, locate
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
+from rwkv.generation.decoder import CDecoder, Decoder
+from rwkv.model.base import is_linear_weight
+from rwkv.model.decoding.c_step import why_not
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer
 
+BPE = JsonTokenizer.train([], 257)
 Weights = dict[str, Any]
 
 
@@ -99,9 +103,32 @@ def test_an_old_format_without_zip_is_read(model: RWKV, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_bfloat16_keeps_the_decays_in_float32(model: RWKV, saved_file: Path) -> None:
     loaded = RWKV.from_pretrained(saved_file, dtype="bfloat16")
-    for name, weight in loaded.state_dict().items():
-        assert weight.dtype == (torch.float32 if name.endswith(("time_decay", "time_first")) else torch.bfloat16)
+    dtypes = {name: weight.dtype for name, weight in loaded.state_dict().items()}
+    assert {dtypes[name] for name in dtypes if name.endswith(("time_decay", "time_first"))} == {torch.float32}
+    assert {dtypes[name] for name in dtypes if is_linear_weight(name, model.generation.group(name))} == {torch.bfloat16}
     assert (loaded(tokens(model))[0] - model(tokens(model))[0]).abs().max() < 0.3
+
+
+@pytest.mark.parametrize(("generation", "file", "dtype"), [("rwkv4", "model.pth", "bfloat16"), ("rwkv7", "model.pth", "float32"),
+                                                           ("rwkv7", "model.gguf", "q8_0")])
+@torch.no_grad()
+def test_without_bfloat16_instructions_activations_are_in_float32(
+        generation: str, file: str, dtype: str, without_bfloat16: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """PyTorch's bfloat16 products would be a hundred times as slow."""
+    small_model(generation=generation, n_embd=32, n_ffn=32, vocab_size=257).save_pretrained(tmp_path / file, BPE, dtype=dtype)
+    loaded = RWKV.from_pretrained(tmp_path / file, dtype="bfloat16")
+    rounded = RWKV.from_pretrained(tmp_path / file, dtype="float32")
+    for name, weight in rounded.state_dict().items():
+        if is_linear_weight(name, rounded.generation.group(name)):
+            weight.copy_(weight.bfloat16())
+            assert loaded.state_dict()[name].dtype == torch.bfloat16
+    several = tokens(loaded, B=3, T=6)
+    expected, _ = rounded.prefill(several)
+    logits, _ = loaded.prefill(several)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-2 if dtype != "bfloat16" else 1e-5)    # of the embedding
+    for decoder_class in (Decoder, CDecoder)[:1 if why_not(loaded) else 2]:
+        decoder = decoder_class(loaded, loaded.prefill(several[:, :-1])[1])
+        torch.testing.assert_close(decoder.step(several[:, -1]), logits, rtol=0, atol=1e-5)
 
 
 # The location of a checkpoint

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from kernels import native, registry
 from kernels.draw import Draw
 from kernels.machine.memory import available_memory
-from kernels.matvec import BLOCKS, FORMATS, KINDS, Int8, exact_copy
+from kernels.matvec import BLOCKS, KINDS, Int8, exact_copy
 from kernels.select import AUTO, resolve
 from rwkv.model.base import Model, has_optional_module, optional_module
 from rwkv.model.decoding.layers import PLAIN
 from rwkv.model.hooks import is_unmodified
-from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear
+from rwkv.model.quantized import BFloat16Linear, BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear
 from rwkv.model.weights_watch import exact_copies, is_finite, tensors_of
 
 LANES = 8                                # all widths are multiples of this
@@ -34,6 +34,7 @@ DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)   
 PACKED = (Int8Linear, Int4Linear, BlockLinear)
 LINEAR = (nn.Linear, *PACKED)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
+BFLOAT16_WEIGHT = "bfloat16 as float32"  # in KINDS: a bfloat16 weight, whose inputs are not rounded
 EMBEDDINGS = ("float32", "bfloat16", *BLOCKS)            # supported formats of the embedding
 TENSORS = (Tensor, nn.Parameter)         # subclasses are excluded, because they may not own memory
 
@@ -149,7 +150,7 @@ def why_not(model: Model) -> str | None:
     if changed := why_changed(model):
         return changed
     linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
-    unsupported = ({_format_of(layer) for layer in linears} - set(FORMATS)) | ({_format_of(model.emb)} - {*EMBEDDINGS})
+    unsupported = ({_format_of(layer) for layer in linears} - set(KINDS)) | ({_format_of(model.emb)} - {*EMBEDDINGS})
     if unsupported:
         return f"the decoding step in C does not support {unsupported.pop()} weights"
     widths = {width for width in (model.config.head_size, *(layer.in_features for layer in linears)) if width % LANES}
@@ -224,6 +225,8 @@ def decoding_line(model: Model) -> str:
 def _format_of(layer: nn.Module) -> str:
     if isinstance(layer, PACKED):
         return layer.format
+    if isinstance(layer, BFloat16Linear):
+        return BFLOAT16_WEIGHT
     if isinstance(layer, BlockEmbedding):
         return layer.packed.format
     return str(layer.weight.dtype).removeprefix("torch.")
@@ -291,7 +294,7 @@ class Builder:
         linear = cast(nn.Linear, layer)
         copy = self._copies.get(id(linear.weight))
         if copy is not None:
-            return _matrix("bfloat16 as float32", copy)
+            return _matrix(BFLOAT16_WEIGHT, copy)
         return _matrix(_format_of(linear), linear.weight.detach())
 
     def sparse_matrix(self, layer: nn.Module) -> Matrix:
@@ -309,7 +312,7 @@ class Builder:
         by_input = self._may_store_by_input(weight, copy) and is_finite(weight)
         kind = _format_of(layer)
         if copy is not None:
-            kind, weight = "bfloat16 as float32", copy
+            kind, weight = BFLOAT16_WEIGHT, copy
         if by_input:
             return _matrix(kind, weight.T)._replace(N=len(weight), K=weight.shape[1], order=SPARSE_BY_INPUT)
         return _matrix(kind, weight)._replace(order=DENSE_BY_OUTPUT if kind == "float32" else SPARSE_BY_OUTPUT)
@@ -327,7 +330,7 @@ class Builder:
         """Returns the struct for x @ weight (K,N), in bfloat16 if exact. `order` is DENSE_BY_INPUT or SPARSE_BY_INPUT."""
         weight = weight.detach()
         copy = exact_copy(weight) if weight.dtype == torch.float32 else weight
-        kind, weight = ("float32", weight) if copy is None else ("bfloat16 as float32", copy)
+        kind, weight = ("float32", weight) if copy is None else (BFLOAT16_WEIGHT, copy)
         return _matrix(kind, weight)._replace(N=weight.shape[1], K=len(weight), order=order)
 
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.matvec import MOST_ROWS
-from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear, matvec_for
+from rwkv.model.quantized import BFloat16Linear, BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear, matvec_for
 
 Products = Callable[[Tensor], list[Tensor]]
 VECTOR = 32                              # a multiple of PyTorch's vector length, in numbers, on every CPU
-PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear, PackedLinear, BlockLinear,
-         BlockEmbedding)                 # this file has functions for these layers; nn.ModuleList contains blocks
+PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, BFloat16Linear, Int8Linear, Int4Linear, PackedLinear,
+         BlockLinear, BlockEmbedding)    # this file has functions for these layers; nn.ModuleList contains blocks
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -39,8 +39,9 @@ def products_function(*layers: nn.Module) -> Products:
     if all(isinstance(layer, Int8Linear | PackedLinear) for layer in layers):
         packed = cast(tuple[Int8Linear | PackedLinear, ...], layers)
         return lambda inputs: [layer.forward_rows(rows) for layer, rows in zip(packed, inputs.unbind(), strict=True)]
-    if any(isinstance(layer, BlockLinear) for layer in layers):          # a GGUF file may mix types of blocks in a layer
-        functions = [layer.forward_rows if isinstance(layer, BlockLinear) else layer for layer in layers]
+    by_rows = (BlockLinear, BFloat16Linear)
+    if any(isinstance(layer, by_rows) for layer in layers):              # a GGUF file may mix types of blocks in a layer
+        functions = [layer.forward_rows if isinstance(layer, by_rows) else layer for layer in layers]
         return lambda inputs: [function(rows) for function, rows in zip(functions, inputs.unbind(), strict=True)]
     return _float_products([cast(nn.Linear, layer).weight.detach() for layer in layers])
 
