@@ -92,7 +92,7 @@ $(READY_TO_TEST): $(INSTALLED)
 
 $(LLAMA)/installed: constraints.txt      # llama.cpp is built from source: minutes, with cmake and a C++ compiler
 	$(PYTHON) -m venv $(LLAMA)
-	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF" $(LLAMA)/bin/python -m pip install -q --disable-pip-version-check \
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF $(CMAKE_ARGS)" $(LLAMA)/bin/python -m pip install -q --disable-pip-version-check \
 		-c constraints.txt --no-binary llama-cpp-python llama-cpp-python
 	touch $@
 

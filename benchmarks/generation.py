@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
@@ -83,9 +83,10 @@ def main(argv: list[str] | None = None) -> int:
         shape = args.shape or SHAPES[args.generation]
         zeros = write_files(Path(folder), args, shape)
         widths = {width: dtype for dtype, width in WIDTHS.items() if dtype in args.dtype}
-        rows = []
+        rows, ended = [], []
         for width, dtype in widths.items():
-            measured = compare(_commands(args, Path(folder), width, dtype))
+            measured, errors = compare(_commands(args, Path(folder), width, dtype))
+            ended += errors
             print(table({"rows": measured}), file=sys.stderr, flush=True)
             rows += measured
     report = {"generation": args.generation, "shape": dict(zip("LCV", shape, strict=True)), "prompt": args.prompt,
@@ -93,26 +94,41 @@ def main(argv: list[str] | None = None) -> int:
     print(table(report))
     print(f"squared ReLU: {zeros:.0%} zeros")
     publish(report, args.json)
-    return 0
+    for error in ended:
+        print(f"not measured: {error}", file=sys.stderr)
+    return 1 if ended else 0
 
 
-def compare(programs: dict[tuple[str, str], list[str]]) -> list[Row]:
-    """Measures the programs alternately, and returns their rows. `programs` are commands by name and format."""
+def compare(programs: dict[tuple[str, str], list[str]]) -> tuple[list[Row], list[str]]:
+    """Measures the programs alternately. `programs` are commands by name and format.
+
+    Returns the programs' rows, and an error for each other program that ended early. Exits if timemix has ended early.
+    """
+    workers: dict[tuple[str, str], Worker] = {}
+    seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
+    errors = []
     with ExitStack() as running:
-        workers = {key: running.enter_context(worker(command)) for key, command in programs.items()}
-        seconds: dict[tuple[str, str], dict[str, list[float]]] = {
-            key: {work: [] for work in process.works} for key, process in workers.items()}
-        for _ in range(ROUNDS):
-            for key, process in workers.items():
-                for work, samples in seconds[key].items():
-                    samples.append(process.seconds(work))
+        for turn in range(ROUNDS + 1):   # the first one starts the programs
+            for key, command in programs.items():
+                try:
+                    if turn == 0:
+                        workers[key] = running.enter_context(worker(command))
+                        seconds[key] = {work: [] for work in workers[key].works}
+                    elif key in workers:
+                        for work, samples in seconds[key].items():
+                            samples.append(workers[key].seconds(work))
+                except WorkerEnded as ended:
+                    if key[0] == "timemix":
+                        raise
+                    workers.pop(key, None)
+                    errors.append(str(ended))
     rows = []
     for (of, dtype), process in workers.items():
         middle = {work: median(samples) for work, samples in seconds[of, dtype].items()}
         rows += [{"of": of, "dtype": dtype, "what": work} | _limits(process, middle, work)
                  | {key: process.header[key] for key in ("load_s", "first_token_s", "peak_mib")}
                  for work in middle if work != READ and not work.startswith(LIMIT)]
-    return rows
+    return rows, errors
 
 
 def _limits(worker: "Worker", seconds: dict[str, float], work: str) -> Row:
@@ -125,6 +141,10 @@ def _limits(worker: "Worker", seconds: dict[str, float], work: str) -> Row:
         if work in worker.header["step_bytes"]:
             row["read"] = tokens * bandwidth / worker.header["step_bytes"][work]
     return row
+
+
+class WorkerEnded(SystemExit):
+    """A worker's process has ended before all its works were measured."""
 
 
 class Worker:
@@ -145,19 +165,21 @@ class Worker:
         """Measures a work, and returns the mean seconds of a call."""
         assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
-        self._process.stdin.write(f"{TURN_S} {work}\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # then _line raises
+            self._process.stdin.write(f"{TURN_S} {work}\n")
+            self._process.stdin.flush()
         seconds = float(self._line())
         self._process.send_signal(signal.SIGSTOP)
         return seconds
 
     def _line(self, start: str = "") -> str:
-        """Returns the next line that begins with `start`, skipping the output of libraries. Exits if the process has ended."""
+        """Returns the next line that begins with `start`, skipping the output of libraries."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(start):
                 return line
-        sys.exit(f"{' '.join(self._process.args)} ended with status {self._process.wait()}")     # type: ignore[arg-type]
+        command = " ".join(self._process.args)           # type: ignore[arg-type]
+        raise WorkerEnded(f"{command} ended with status {self._process.wait()}")
 
 
 @contextmanager
