@@ -23,7 +23,7 @@ if TYPE_CHECKING:                        # build.py runs without torch
     from torch import Tensor
 
 FOLDER = Path(__file__).parent / "lib"
-LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # in ascending order, as in levels.c
+LEVELS = {"x86_64": ("avx2", "avxvnni", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}  # ascending, as in levels.c
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 CALL = re.compile(r'\brun\(\s*f?"(\w+)')           # matches a function's name, or, in an f-string, its part before {
@@ -56,7 +56,8 @@ def why_not() -> str | None:
 def levels() -> tuple[str, ...]:
     """Returns the levels that this CPU supports, in ascending order, or () if there is no library."""
     library = _library()
-    return () if isinstance(library, str) else LEVELS[_here().machine][:library.timemix_level()]
+    supported = 0 if isinstance(library, str) else library.timemix_levels()              # a bit mask
+    return tuple(name for i, name in enumerate(LEVELS.get(_here().machine, ())) if supported >> i & 1)
 
 
 def level() -> str | None:

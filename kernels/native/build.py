@@ -28,10 +28,10 @@ NOT_SANITIZED = "-fno-sanitize=all"
 FLAGS = ("-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", NOT_SANITIZED, "-Wall", "-Wextra", "-Werror",
          "-Wno-unused-command-line-argument")
 SANITIZED = (*(flag for flag in FLAGS if flag != NOT_SANITIZED), "-O1", "-fsanitize=undefined")
-LEVEL_FLAGS = {"avx2": ("-mavx2", "-mfma", "-mf16c"),
-               "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"),
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni")
+LEVEL_FLAGS = {"avx2": AVX2, "avxvnni": (*AVX2, "-mavxvnni"), "avx512": AVX512, "avx512bf16": (*AVX512, "-mavx512bf16"),
                "neon": (), "neondot": ("-Xclang", "-target-feature", "-Xclang", "+dotprod")}
-LEVEL_FLAGS["avx512bf16"] = (*LEVEL_FLAGS["avx512"], "-mavx512bf16")
 
 
 def sources() -> list[str]:

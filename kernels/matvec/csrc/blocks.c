@@ -241,7 +241,7 @@ INLINE void arrange_small_scales(enum kind kind, const uint8_t *blocks, int at, 
 }
 
 // Q8_0: q + Q8_OFFSET is unsigned where products require it
-#ifdef __AVX512F__
+#ifdef HAS_VNNI
 enum { Q8_OFFSET = 128 };
 #else
 enum { Q8_OFFSET = 0 };
@@ -314,11 +314,11 @@ INLINE wide add_block(enum kind kind, wide acc, const struct unpacked *w, const 
 
 INLINE wide_ints dot_of_set(enum kind kind, const bytes *w, const uint8_t *q) {
     wide_ints dot = (wide_ints)0;
-    if (kind == W_Q8_0) {
+    if (kind == W_Q8_0 && Q8_OFFSET == 0) {
         UNROLL for (int c = 0; c < 4; c++) dot = dot_add_signed(dot, load_bytes(q + c * 4 * WIDE, 4 * WIDE), w[c]);
         return dot;
     }
-#ifdef __AVX2__
+#if defined __AVX2__ && !defined HAS_VNNI
     pairs sums[4];                       // of two products; 16 bits have room for eight of 5 bits, four of Q6_K
     UNROLL for (int c = 0; c < 4; c++) sums[c] = multiply_pairs(w[c], load_bytes(q + c * 4 * WIDE, 4 * WIDE));
     sums[0] += sums[1], sums[2] += sums[3];
@@ -333,7 +333,7 @@ INLINE wide_ints dot_of_set(enum kind kind, const bytes *w, const uint8_t *q) {
 INLINE wide add_block(enum kind kind, wide acc, const struct unpacked *w, const uint8_t *q, const float *x) {
     UNROLL for (int set = 0; set < SETS; set++) {
         wide dot = __builtin_convertvector(dot_of_set(kind, w->q + 4 * set, q + set * 16 * WIDE), wide);
-        if (kind != W_Q8_0) acc = wide_fma(w->shifts[set], load_wide(x + SUB_BLOCKS + set * WIDE, WIDE), acc);
+        if (kind != W_Q8_0 || Q8_OFFSET > 0) acc = wide_fma(w->shifts[set], load_wide(x + SUB_BLOCKS + set * WIDE, WIDE), acc);
         acc = wide_fma(w->scales[set], dot * load_wide(x + set * WIDE, WIDE), acc);
     }
     return acc;

@@ -186,11 +186,38 @@ INLINE void tile_int4(const struct product *p, int rows, int columns, const stru
 
 #else
 
-// Offset in a block of q of element e of group g: for every two words of the eight groups the low nibbles, then the high ones.
+// Sums of the groups' products, from 32 bytes that hold two words of eight groups. q_offset: offset in a block of q of element e
+// of group g: for every two words of the eight groups the low nibbles, then the high ones.
+#ifdef HAS_DOT
+typedef wide_ints group_sums;
+
+// Interleaves the words, so that every lane of four bytes belongs to one group.
+INLINE bytes interleave_groups(bytes words) {
+    return (bytes)__builtin_shufflevector((pairs)words, (pairs)words, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+
+INLINE group_sums add_words(group_sums sums, bytes w, bytes x) { return dot_add(sums, w, x); }
+INLINE wide_ints sum_words(group_sums sums) { return sums; }
+
+INLINE int q_offset(int g, int e) {
+    int nibble = e / 16, word = e % 16 / 2;
+    return word / 2 * 64 + nibble * 32 + g * 4 + word % 2 * 2 + e % 2;
+}
+#else
+typedef pairs group_sums;
+
+INLINE bytes interleave_groups(bytes words) { return words; }
+INLINE group_sums add_words(group_sums sums, bytes w, bytes x) { return sums + multiply_pairs(w, x); }
+
+INLINE wide_ints sum_words(group_sums sums) {
+    return __builtin_convertvector(sums.lo, wide_ints) + __builtin_convertvector(sums.hi, wide_ints);
+}
+
 INLINE int q_offset(int g, int e) {
     int nibble = e / 16, word = e % 16 / 2;
     return word / 2 * 64 + nibble * 32 + word % 2 * 16 + g * 2 + e % 2;
 }
+#endif
 
 INLINE void tile_int4(const struct product *p, int rows, int columns, const struct piece *piece) {
     int64_t blocks = ratio_up(p->K, BLOCK), end = ratio_up(piece->end, BLOCK);
@@ -202,23 +229,23 @@ INLINE void tile_int4(const struct product *p, int rows, int columns, const stru
         UNROLL for (int j = 0; j < columns; j++) {
             int64_t i_w = piece->ns[j] * blocks + block;
             const uint8_t *w = (const uint8_t *)p->w + i_w * BLOCK / 2;
-            pairs dot[MAX_ROWS];
-            UNROLL for (int i = 0; i < rows; i++) dot[i] = (pairs)0;
+            group_sums dot[MAX_ROWS];
+            UNROLL for (int i = 0; i < rows; i++) dot[i] = (group_sums)0;
             UNROLL for (int part = 0; part < 4; part++) {
-                bytes words = load_bytes(w + part * 32, 32), low = words & 15, high = (bytes)((pairs)words >> 4) & 15;
+                bytes words = interleave_groups(load_bytes(w + part * 32, 32));
+                bytes low = words & 15, high = (bytes)((pairs)words >> 4) & 15;
                 UNROLL for (int i = 0; i < rows; i++) {
                     const uint8_t *values = q + i * p->q_row + block * BLOCK + part * 64;
-                    dot[i] += multiply_pairs(low, load_bytes(values, 32));
-                    dot[i] += multiply_pairs(high, load_bytes(values + 32, 32));
+                    dot[i] = add_words(dot[i], low, load_bytes(values, 32));
+                    dot[i] = add_words(dot[i], high, load_bytes(values + 32, 32));
                 }
             }
             prefetch_ahead(piece, w);
             prefetch_ahead(piece, w + 64);
             floats scales = load_groups(p->scale, i_w), shifts = load_groups(p->shift, i_w);
             UNROLL for (int i = 0; i < rows; i++) {
-                ints sums = __builtin_convertvector(dot[i].lo, ints) + __builtin_convertvector(dot[i].hi, ints);
                 const float *scales_and_sums = x + i * p->x_row + block * 16;
-                floats products = __builtin_convertvector(sums, floats) * load(scales_and_sums);
+                floats products = __builtin_convertvector(sum_words(dot[i]), floats) * load(scales_and_sums);
                 acc[i][j] = wide_fma(products, scales, wide_fma(shifts, load(scales_and_sums + 8), acc[i][j]));
             }
         }
@@ -251,7 +278,7 @@ MATMUL(wx_bfloat16, WX_BFLOAT16, 2 * BLOCK, 2, 0)
 #define matmul_wx_bfloat16 matmul_bfloat16       // of x that prepare_input has rounded
 #endif
 MATMUL(int8, W_INT8, BLOCK, 1, 0)
-#ifdef __AVX512F__
+#ifdef HAS_VNNI
 #define matmul_signed_int8 matmul_int8           // VNNI multiplies unsigned x of 8 bits without saturation
 #else
 MATMUL(signed_int8, W_INT8, BLOCK, 1, 1)

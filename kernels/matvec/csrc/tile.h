@@ -61,19 +61,30 @@ INLINE bytes load_bytes(const void *p, int64_t n) {
     return x;
 }
 
-// Dot products of unsigned x (0 to 127; to 255 with AVX-512) and signed w: multiply_pairs sums two neighbouring products, which
-// fits into 16 bits; dot_add adds four to a 32-bit sum. dot_add_signed takes a signed x, -127 to 127.
-#if defined __AVX512F__
+// Dot products of unsigned x (0 to 128; to 255 with VNNI) and signed w: multiply_pairs sums two neighbouring products, which
+// fits into 16 bits; dot_add adds four to a 32-bit sum. dot_add_signed takes a signed x, -127 to 127. HAS_DOT: dot_add is an
+// instruction.
+#if defined __AVX512F__ || defined __AVXVNNI__
+#define HAS_VNNI
+#define HAS_DOT
 INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) {
+#ifdef __AVX512F__
     return (wide_ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)x, (__m512i)w);
+#else
+    return (wide_ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)x, (__m256i)w);
+#endif
 }
 
 INLINE wide_ints dot_add_signed(wide_ints sums, bytes x, bytes w) {
     return dot_add(sums, x ^ (bytes)(int8_t)-128, w) - dot_add((wide_ints)0, (bytes)(int8_t)-128, w);
 }
-#elif defined __AVX2__
-INLINE pairs multiply_pairs(bytes x, bytes w) { return (pairs)_mm256_maddubs_epi16((__m256i)x, (__m256i)w); }
+#endif
 
+#if defined __AVX2__ && !defined __AVX512F__
+INLINE pairs multiply_pairs(bytes x, bytes w) { return (pairs)_mm256_maddubs_epi16((__m256i)x, (__m256i)w); }
+#endif
+
+#if defined __AVX2__ && !defined HAS_VNNI
 INLINE wide_ints add_pairs(wide_ints sums, pairs x) {
     return sums + (wide_ints)_mm256_madd_epi16((__m256i)x, _mm256_set1_epi16(1));
 }
@@ -83,7 +94,12 @@ INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) { return add_pairs(su
 INLINE wide_ints dot_add_signed(wide_ints sums, bytes x, bytes w) {
     return dot_add(sums, (bytes)_mm256_abs_epi8((__m256i)w), (bytes)_mm256_sign_epi8((__m256i)x, (__m256i)w));
 }
-#else
+#endif
+
+#ifdef __aarch64__
+#ifdef __ARM_FEATURE_DOTPROD
+#define HAS_DOT
+#endif
 INLINE pairs multiply_pairs(bytes x, bytes w) {
     int8x16_t x_halves[2], w_halves[2];
     int16x8_t sums[2];

@@ -18,33 +18,36 @@ static uint32_t read_xcr0(void) {
 
 static int has_all(uint32_t features, uint32_t required) { return (features & required) == required; }
 
-// Returns the highest supported level. 0: none; 1: AVX2, FMA and F16C; 2: AVX-512 F, BW, DQ, VL and VNNI; 3: also AVX-512 BF16.
-// Source: Intel's manual, CPUID.
-EXPORTED int timemix_level(void) {
-    uint32_t a, b, c, d, features, a_1, extended, bfloat16 = 0;
+enum { AVX_VNNI = 1 << 4, AVX512_BF16 = 1 << 5 };      // bits of CPUID.(7,1).EAX
+
+// Returns a bit mask of the supported levels. Bit 0: AVX2, FMA and F16C; 1: also AVX-VNNI; 2: AVX-512 F, BW, DQ, VL and VNNI;
+// 3: also AVX-512 BF16. Source: Intel's manual, CPUID.
+EXPORTED int timemix_levels(void) {
+    uint32_t a, b, c, d, features, extended, more = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
     if (!has_all(c, bit_OSXSAVE | bit_FMA | bit_AVX | bit_F16C)) return 0;
     uint32_t saved = read_xcr0();
     if (!__get_cpuid_count(7, 0, &a, &features, &extended, &d)) return 0;
     if (!has_all(saved, SSE_STATE | YMM_STATE) || !has_all(features, bit_AVX2)) return 0;
+    if (a >= 1) __get_cpuid_count(7, 1, &more, &b, &c, &d);
+    int levels = 1 | (more & AVX_VNNI ? 2 : 0);
     uint32_t wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
-    if (!has_all(saved, ZMM_STATE) || !has_all(features, wide) || !has_all(extended, bit_AVX512VNNI)) return 1;
-    if (a >= 1 && __get_cpuid_count(7, 1, &a_1, &b, &c, &d)) bfloat16 = a_1 & (1 << 5);
-    return bfloat16 ? 3 : 2;
+    if (!has_all(saved, ZMM_STATE) || !has_all(features, wide) || !has_all(extended, bit_AVX512VNNI)) return levels;
+    return levels | 4 | (more & AVX512_BF16 ? 8 : 0);
 }
 
 #else
 
-// Returns the highest supported level. 1: NEON, on every 64-bit ARM CPU; 2: also int8 dot products, on every ARM Mac. Source:
-// Linux, Documentation/arch/arm64.
+// Returns a bit mask of the supported levels. Bit 0: NEON, on every 64-bit ARM CPU; 1: also int8 dot products, on every ARM Mac.
+// Source: Linux, Documentation/arch/arm64.
 #ifdef __linux__
 #include <sys/auxv.h>
 
 enum { HAS_DOT_PRODUCTS = 1 << 20 };     // HWCAP_ASIMDDP
 
-EXPORTED int timemix_level(void) { return getauxval(AT_HWCAP) & HAS_DOT_PRODUCTS ? 2 : 1; }
+EXPORTED int timemix_levels(void) { return getauxval(AT_HWCAP) & HAS_DOT_PRODUCTS ? 3 : 1; }
 #else
-EXPORTED int timemix_level(void) { return 2; }
+EXPORTED int timemix_levels(void) { return 3; }
 #endif
 
 #endif
