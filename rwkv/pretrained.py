@@ -86,7 +86,8 @@ class RWKV(Model):
         dtype, line = resolve_dtype(dtype, device, checkpoint)
         for note in [*checkpoint.notes, *([line] if dtype == "float32" and line else [])]:
             warnings.warn(note, stacklevel=2)
-        wkv = operator_for(checkpoint.config, kernel, device, getattr(torch, dtype) if trainable else compute_dtype(dtype, device))
+        activations = getattr(torch, dtype) if trainable else compute_dtype(dtype, device)
+        wkv = operator_for(checkpoint.config, kernel, device, activations)
         for note in [*adapter_rounding_lines(checkpoint, dtype), *old_memory_order_lines(checkpoint, dtype)]:
             warnings.warn(note, stacklevel=2)
         if trainable:
@@ -396,8 +397,8 @@ def old_memory_order_lines(checkpoint: Checkpoint, dtype: str) -> list[str]:
 def compute_dtype(dtype: str, device: str) -> torch.dtype:
     """Returns the dtype of activations in a model whose matrices are in `dtype`, and so of the operator's inputs.
 
-    On a CPU without bfloat16 instructions, on which PyTorch's bfloat16 products are a hundred times as slow as float32 products,
-    activations are in float32.
+    They are in float32 on a CPU without bfloat16 instructions, on which PyTorch's bfloat16 products are a hundred times as slow
+    as float32 products.
     """
     if dtype in (*PACKED, BLOCKS) or (dtype == "bfloat16" and matrix_dtype(torch.device(device)) == torch.float32):
         return torch.float32

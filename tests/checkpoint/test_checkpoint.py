@@ -109,8 +109,8 @@ def test_bfloat16_keeps_the_decays_in_float32(model: RWKV, saved_file: Path) -> 
     assert (loaded(tokens(model))[0] - model(tokens(model))[0]).abs().max() < 0.3
 
 
-@pytest.mark.parametrize(("generation", "file", "dtype"), [("rwkv4", "model.pth", "bfloat16"), ("rwkv7", "model.pth", "float32"),
-                                                           ("rwkv7", "model.gguf", "q8_0")])
+@pytest.mark.parametrize(("generation", "file", "dtype"), [
+    ("rwkv4", "model.pth", "bfloat16"), ("rwkv7", "model.pth", "float32"), ("rwkv7", "model.gguf", "q8_0")])
 @torch.no_grad()
 def test_without_bfloat16_instructions_activations_are_in_float32(
         generation: str, file: str, dtype: str, without_bfloat16: pytest.MonkeyPatch, tmp_path: Path) -> None:
