@@ -330,9 +330,10 @@ def _has_half_low_rank(checkpoint: Checkpoint, name: str) -> bool:
 def resolve_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str, str | None]:
     """Returns the dtype for inference, and a line to print about this dtype or None.
 
-    On a CPU, auto resolves to blocks if the file has blocks that kernels/matvec multiplies. Otherwise auto resolves to the
-    result of default_dtype. If the C library cannot run, blocks resolves to float32. If the library can run, int4 of a
-    calibrated file resolves to blocks. Raises UserError for blocks on a GPU, or with a file without blocks.
+    On a CPU, auto resolves to blocks if the file has blocks that kernels/matvec multiplies, and to int8 or int4 if the file is
+    packed in it. Otherwise auto resolves to the result of default_dtype. If the C library cannot run, blocks resolves to
+    float32. If the library can run, int4 of a calibrated file resolves to blocks. Raises UserError for blocks on a GPU, or with
+    a file without blocks.
     """
     formats = sorted({matrix.format.upper() for matrix in checkpoint.packed.values() if matrix.dtype == dtype != matrix.format})
     if formats and torch.device(device).type == "cpu" and why_not("matvec", IN_C) is None:
@@ -345,6 +346,10 @@ def resolve_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str,
         default = default_dtype(device)
         return default, (f"{default} is the default on this GPU; dtype=float32 avoids rounding" if default == "bfloat16"
                          else None)
+    packed = {matrix.dtype for matrix in checkpoint.packed.values() if matrix.dtype == matrix.format}
+    if dtype == AUTO and len(packed) == 1:
+        dtype, = packed
+        return dtype, f"{dtype}: the file's matrices are packed in {dtype}; dtype=float32 unpacks them"
     types = {str(tensor.blocks) for tensor in checkpoint.weights.stored.values() if tensor.has_blocks()}
     if not types:
         if dtype == BLOCKS:

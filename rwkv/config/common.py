@@ -43,7 +43,7 @@ class SavedModelConfig:
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
     dtype: str | None = option(None, "float32, bfloat16, float16 (GPU), int8 or int4 (matrices only), or blocks (the quantised "
                                "matrices of a GGUF file, unchanged; CPU only); auto or null: bfloat16 on a GPU that supports "
-                               "it, else blocks if the file has them, else float32", one_of=DTYPES)
+                               "it, else blocks, int8 or int4 if the file has them, else float32", one_of=DTYPES)
     cache_packed: bool = option(False, "store packed int8 or int4 weights in ~/.cache/timemix/packed, for faster later starts "
                                 "on a CPU; at most 32 GiB in all")
 

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from torch import Tensor
 from kernels.matvec import FORMATS
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats import _packed
+from rwkv.config import SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder
 from rwkv.model.decoding import c_step
 from rwkv.model.decoding.c_step import step_of, why_not
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
 from rwkv.model.weights_watch import WeightsWatch
-from rwkv.pretrained import RWKV
+from rwkv.pretrained import RWKV, open_checkpoint, resolve_dtype
 from rwkv.tools import convert
 
 WIDTHS = {"n_embd": 64, "n_ffn": 96}
@@ -68,6 +70,20 @@ def test_it_is_the_model_that_is_rounded_when_loaded(tmp_path: Path, generation:
         for B, T in ((2, 1), (8, 9)):    # products of few rows and of many rows
             ids = tokens(model, B=B, T=T)
             assert torch.equal(loaded(ids)[0], expected(ids)[0])
+
+
+@each_dtype
+def test_auto_is_the_dtype_of_the_file_and_a_line_says_so(tmp_path: Path, dtype: str) -> None:
+    _, path = write_packed(tmp_path, "rwkv7", dtype, **WIDE)
+    for chosen in ("auto", None):
+        config = SavedModelConfig(checkpoint=str(path), tokenizer="byte", device="cpu", dtype=chosen)
+        checkpoint = open_checkpoint(config)
+        assert checkpoint.dtype == dtype
+        assert f"packed in {dtype}" in str(checkpoint.dtype_line)
+    assert resolve_dtype("float32", "cpu", read_checkpoint(path)) == ("float32", None)
+    assert resolve_dtype("auto", "cuda", read_checkpoint(path))[0] != dtype
+    adapted = replace(read_checkpoint(path), packed={})              # as after a merge, which unpacks the weights
+    assert resolve_dtype("auto", "cpu", adapted) == ("float32", None)
 
 
 @each_dtype
