@@ -11,6 +11,7 @@ from rwkv.errors import UserError
 COMPRESSED = (".gz", ".zst")
 BROKEN = (OSError, EOFError, zlib.error)         # a damaged or truncated file raises one of these
 BLOCK = 1 << 17                          # the number of compressed bytes that are read at a time
+LARGEST_WINDOW = 1 << 31                 # bytes; the window of zstd --long=31. By default the package accepts only 128 MiB
 
 
 def decompressed_stream(raw: BinaryIO, path: Path) -> BinaryIO:
@@ -50,7 +51,7 @@ class _Zstandard(io.RawIOBase):
                 if self._frame is not None:
                     raise EOFError("the last zstandard frame is cut off")
                 return 0
-            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            self._frame = self._frame or self._library.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()
             try:
                 self._content = memoryview(self._frame.decompress(self._compressed))
             except self._library.ZstdError as error:

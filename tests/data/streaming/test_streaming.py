@@ -24,6 +24,7 @@ from rwkv.data.documents.copies import fingerprint
 from rwkv.data.loaders import _init_worker
 from rwkv.data.options import check_data
 from rwkv.data.prepare import prepare
+from rwkv.data.sources import jsonl
 from rwkv.data.streaming.lanes import StreamLoader, join_states
 from rwkv.data.streaming.streams import ENDS, open_stream
 from rwkv.data.windows import StepLayout
@@ -166,6 +167,17 @@ def test_zstandard_is_read_and_a_file_that_is_cut_off_is_named(tmp_path: Path) -
     path.write_bytes(content[:-20])
     with pytest.raises(UserError, match=r"a\.jsonl\.zst.*cut off"):
         read(loader(config_of(path), batches=1000))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("zstandard"), reason="no package zstandard: pip install zstandard")
+def test_zstandard_of_a_long_window_is_read(tmp_path: Path) -> None:
+    """zstd --long=28 makes such files, and the package refuses them unless a reader raises its limit."""
+    import zstandard
+
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(packer.compress(lines_of(TEXTS)) + packer.flush())
+    assert [entry["text"] for entry, _, _ in jsonl.entries(tmp_path / "a.jsonl.zst")] == TEXTS
 
 
 def test_a_separator_divides_the_texts_of_a_stream(tmp_path: Path) -> None:
