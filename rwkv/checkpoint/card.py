@@ -4,10 +4,12 @@ The front matter follows the Hugging Face Hub (license, base_model, library_name
 model's card. If that card has no licence, neither has the new card.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 import yaml
 
@@ -87,8 +89,8 @@ def commands_in(file: Path) -> list[str]:
 
 def loading_commands(name: str) -> list[str]:
     """Returns a command and a line of Python that load the checkpoint `name`."""
-    return [f"timemix generate checkpoint={name} prompt=...",
-            f'RWKV.from_pretrained("{name}")           # from rwkv import RWKV']
+    return [f"timemix generate {quote(f'checkpoint={name}')} prompt=...",
+            f"RWKV.from_pretrained({json.dumps(name, ensure_ascii=False)})           # from rwkv import RWKV"]
 
 
 def directory_card(name: str, path: Path, source: str | None = None, command: str | None = None) -> str:

@@ -98,7 +98,7 @@ class Run:
 def read(folder: Path) -> list[Run]:
     """Returns the run in `folder`, or all runs of a sweep or of several subfolders. Raises UserError if there is no run."""
     if (folder / CONFIG).is_file():
-        return [_run(folder, folder.name)]
+        return [_run(folder, folder.resolve().name)]
     entries = read_mapping(folder / SWEEP, json.loads, []).get("runs", [])
     if not _fits(entries, SWEEP_STRUCTURE):
         raise UserError(f"{folder / SWEEP} is damaged: the file must have a list of runs, each with "

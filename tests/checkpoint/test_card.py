@@ -1,6 +1,8 @@
 """Tests model cards: each written directory gets a card with the known facts, and a card written by hand is kept."""
 
+import ast
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,14 @@ def test_a_card_by_hand_is_not_replaced(base: RWKV) -> None:
     assert Path("out/README.md").read_text() == "# mine"
 
 
+@pytest.mark.parametrize("name", ["a b", "it's", 'x"y', "$HOME", "plain", "ü"])
+def test_the_lines_that_load_a_model_name_it_whatever_its_name(name: str) -> None:
+    command, code = card.loading_commands(name)
+    assert shlex.split(command) == ["timemix", "generate", f"checkpoint={name}", "prompt=..."]
+    (call,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    assert ast.literal_eval(call.args[0]) == name
+
+
 @pytest.mark.programs
 def test_a_run_says_what_it_was(base: RWKV, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The card lists the commands of the run and its continuation. A directory converted from the run repeats the facts."""
@@ -78,20 +88,21 @@ def test_a_run_says_what_it_was(base: RWKV, monkeypatch: pytest.MonkeyPatch, cap
     Path("README.md").write_text(LICENSED)
     run = caller(monkeypatch, capsys)
     options = (*SMALL, "init_from=base.safetensors", "tune=lora", "tune.rank=2", "logger=csv", "kernel=reference")
-    status, _, error = run("train", *options, "trainer.max_steps=2", "out_dir=run")
+    status, _, error = run("train", *options, "trainer.max_steps=2", "out_dir=my run")
     assert status == 0, error
-    tuned = json.loads(Path("run/tuned.json").read_text())
-    text = Path("run/README.md").read_text()
+    tuned = json.loads(Path("my run/tuned.json").read_text())
+    text = Path("my run/README.md").read_text()
     for part in ("base.safetensors", "apache-2.0", "SHA-256", "tune=lora", "after 2 steps: val/loss", "text.txt",
                  f"{tuned['before']['val/loss']:.4f} before, {tuned['after']['val/loss']:.4f} after"):
         assert part in text
-    assert "lora=run/adapter" in Path("run/adapter/README.md").read_text()
-    status, _, error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=3")
+    loads = Path("my run/adapter/README.md").read_text().partition(card.LOADING)[2].strip().splitlines()
+    assert shlex.split(loads[0])[3:] == ["lora=my run/adapter", "prompt=..."]
+    status, _, error = run("train", "resume=auto", "out_dir=my run", "trainer.max_steps=3")
     assert status == 0, error
-    commands = card.commands_in(Path("run/README.md"))
+    commands = card.commands_in(Path("my run/README.md"))
     assert [command.split()[2] for command in commands] == ["debug=fast", "resume=auto"]
-    convert.main(["run", "merged"])
+    convert.main(["my run", "merged"])
     text = Path("merged/README.md").read_text()
-    for part in ("SHA-256", "after 3 steps", "timemix convert run merged", 'from_pretrained("merged")', "apache-2.0"):
+    for part in ("SHA-256", "after 3 steps", "timemix convert 'my run' merged", 'from_pretrained("merged")', "apache-2.0"):
         assert part in text
-    assert 'from_pretrained("run")' not in text
+    assert 'from_pretrained("my run")' not in text

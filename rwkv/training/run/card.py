@@ -3,11 +3,12 @@
 The card gives the base model, the data, the commands, the losses, the licence, and the commands that load the model.
 """
 
-import shlex
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import join, quote
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from rwkv.training.run.directory import Run
 
 
 def command() -> str:
-    return shlex.join(["timemix", "train", *sys.argv[1:]])
+    return join(["timemix", "train", *sys.argv[1:]])
 
 
 def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: Sequence[str]) -> None:
@@ -37,10 +38,10 @@ def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: 
         bits = f", val/bpb {float(metrics['val/bpb']):.4f}" if "val/bpb" in metrics else ""
         losses.append(f"after {config.trainer.max_steps:,} steps: val/loss {float(metrics['val/loss']):.4f}{bits}")
     name = run.out_dir.name
+    base = config.init_from
     loads = card.loading_commands(name)
     if method == "state":
-        loads.insert(0, f"timemix generate checkpoint={config.init_from} state={name}/state.safetensors prompt=...")
-    base = config.init_from
+        loads.insert(0, f"timemix generate {quote(f'checkpoint={base}')} {quote(f'state={name}/state.safetensors')} prompt=...")
     base_path = None if base is None else hub.local(base) if hub.parse(base) else Path(base)
     commands = card.commands_in(file)
     tags = ("rwkv", generation(config.model).NAME.lower().replace("-", ""), *([method] if method != "full" else []))
@@ -50,8 +51,9 @@ def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: 
     _write(file, str(content))
     adapter = run.out_dir / "adapter"
     if adapter.is_dir():
-        loads = [f"timemix generate checkpoint={base} lora={name}/adapter prompt=...",
-                 f'PeftModel.from_pretrained(model, "{name}/adapter")        # from peft import PeftModel; names as in a .pth']
+        path = json.dumps(f"{name}/adapter", ensure_ascii=False)
+        loads = [f"timemix generate {quote(f'checkpoint={base}')} {quote(f'lora={name}/adapter')} prompt=...",
+                 f"PeftModel.from_pretrained(model, {path})        # from peft import PeftModel; names as in a .pth"]
         _write(adapter / card.FILE, str(replace(content, title=f"{name}: adapter", loads=loads)))
 
 

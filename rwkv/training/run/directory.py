@@ -74,6 +74,12 @@ def new_folder(kind: str = "") -> Path:
     return RUNS / f"{kind}{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
 
 
+def run_folder(out_dir: str) -> Path:
+    """Returns the path of the option out_dir. Loggers, cards and reports name a run by its folder, so "." is made absolute."""
+    path = Path(out_dir)
+    return path if path.name not in ("", "..") else path.resolve()
+
+
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
     """Raises UserError if the directory is not writable, or contains files other than a lock, logs and system files.
 

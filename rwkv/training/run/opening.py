@@ -2,11 +2,10 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from pathlib import Path
 
 from rwkv.config import TrainConfig
 from rwkv.model.base import require_own_options
-from rwkv.training.run.directory import Run, new_folder, require_unused
+from rwkv.training.run.directory import Run, new_folder, require_unused, run_folder
 from rwkv.training.run.options import check_new_run, require_one_beginning
 from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.run.resume import Request, resumed_run
@@ -26,7 +25,7 @@ def open_run(config: TrainConfig, user_keys: Collection[str] = (), chosen: Colle
         if resumed is not None:
             return resumed
     check_new_run(config, user_keys)
-    out_dir = Path(config.out_dir) if config.out_dir else new_folder()
+    out_dir = run_folder(config.out_dir) if config.out_dir else new_folder()
     require_unused(out_dir)
     context = Context(user_keys, chosen)
     config, notes = resolve(config, Stage.COMMAND_LINE, context)

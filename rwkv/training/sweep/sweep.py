@@ -37,7 +37,7 @@ from rwkv.io.atomic import write_file
 from rwkv.io.lines import counted, labelled_line
 from rwkv.io.signals import STOPPING, StopRequest, describe_exit
 from rwkv.report import run_files
-from rwkv.training.run.directory import new_folder, require_unused
+from rwkv.training.run.directory import new_folder, require_unused, run_folder
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import check_new_run
 from rwkv.training.sweep import child
@@ -204,7 +204,7 @@ def open_sweep(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     new_jobs = jobs_of(rest)
     settings, setting_overrides = _settings(new_jobs, rest)
     adds_runs = any(not key.startswith(SETTINGS) for key in rest.keys)
-    folder = Path(str(options.get("out_dir") or new_folder("sweep_")))
+    folder = run_folder(str(options["out_dir"])) if options.get("out_dir") else new_folder("sweep_")
     entries: list[Entry] = []
     if "resume" not in options:
         require_unused(folder, RESUME)

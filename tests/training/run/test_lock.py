@@ -17,7 +17,7 @@ from programs import one_sentence
 from rwkv.config import TrainConfig
 from rwkv.errors import UserError
 from rwkv.training.run import lock
-from rwkv.training.run.directory import Run, create
+from rwkv.training.run.directory import Run, create, run_folder
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.opening import open_run
 
@@ -125,6 +125,16 @@ def test_a_new_run_stops_where_another_has_begun_and_ended_since(tmp_path: Path,
     with pytest.raises(UserError):
         create(second, {"seed": 2})
     assert (tmp_path / "new" / "config.yaml").read_text() == "seed: 1\n"
+
+
+@pytest.mark.parametrize("out_dir", [".", "inner/.."])
+def test_a_run_in_the_current_directory_has_the_name_of_that_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                       out_dir: str) -> None:
+    """Loggers, cards and reports name a run by its directory."""
+    (tmp_path / "mine" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mine")
+    assert run_folder(out_dir) == tmp_path / "mine"
+    assert run_folder("inner/a b") == Path("inner/a b")
 
 
 def test_runs_of_the_same_second_have_different_directories() -> None:
