@@ -32,12 +32,13 @@ class SavedModelConfig:
 
     checkpoint: str = option(LATEST.as_posix(), "file, Hugging Face directory, run directory, or name on the Hub: "
                              "ORG/REPO/FILE, ORG/REPO or ORG/REPO:Q4_K_M, optionally with @REVISION. Options for states, "
-                             "adapters, tokenizers and templates take such names too", heading="Model", verbatim=PATH)
+                             "adapters, tokenizers and templates take such names too", heading="Model", verbatim=PATH,
+                             filled=True)
     lora: str | None = option(None, "another program's LoRA adapter, merged into the checkpoint: a PEFT directory or an "
-                              "RWKV-PEFT file", verbatim=PATH)
+                              "RWKV-PEFT file", verbatim=PATH, filled=True)
     lora_alpha: float | None = option(None, "LoRA alpha, for adapter files without it, such as RWKV-PEFT's", above=0.0)
     tokenizer: str | None = option(None, "tokenizer, for checkpoints without one: byte, world, FILE.json or FILE.txt",
-                                   verbatim=PATH)
+                                   verbatim=PATH, filled=True)
     end_of_text: str | None = option(None, "end-of-text token; null: the one in the checkpoint or FILE.json", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))

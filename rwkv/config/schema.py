@@ -31,7 +31,8 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
         verbatim: how a value on the command line is read: `PATH` (~/ is expanded), `NAME`, `TEXT` (null is a string) or
             `GRAMMAR`; None: as `free_text_kind` says.
         filled: True if the value must not be empty.
-        needs: (option, value, ...): the option that this option requires, and the values that the required option may have.
+        needs: (option, value, ...): the option that this option requires, and the values that the required option may have;
+            without values, any value except null.
         heading: the title in --help above this option and the next ones.
         more: further metadata.
     """
@@ -103,7 +104,9 @@ def require_effect(config: "DataclassInstance", user_keys: Iterable[str]) -> Non
             continue
         required, *allowed = needs
         value = operator.attrgetter(required)(config)
-        if value not in allowed:
+        if not allowed and value is None:
+            raise UserError(f"{key} requires {required}=: omit {key}, or set {required}=")
+        if allowed and value not in allowed:
             group, _, name = required.rpartition(".")
             switch = group if name in ("name", "method") else required        # data.name is set by data=, tune.method by tune=
             value, *allowed = (str(each).lower() if isinstance(each, bool) else each for each in (value, *allowed))

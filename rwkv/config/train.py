@@ -74,7 +74,7 @@ class DataConfig:
                                    "each row of jsonl and hf, is one document", verbatim=NAME, filled=True,
                                    needs=("data.name", "text", "jsonl", "hf"))
     template: str | None = option(None, f"chat template: {TEMPLATES}; null: the template of init_from", verbatim=PATH,
-                                  needs=("data.name", "chat"))
+                                  filled=True, needs=("data.name", "chat"))
     think: str = option("false", "how answers begin in training: true: answers with thoughts follow the template's <think; "
                         "fake: the last answer follows an empty thought; false: as in the conversation",
                         one_of=THINK, needs=("data.name", "chat"))
@@ -88,9 +88,9 @@ class DataConfig:
     val_documents: int = option(256, "validation documents, from the stream's start", least=1, needs=("data.streaming", True))
     tokenizer: str = option("bpe", "byte, char, bpe (trained on the text), world, FILE.json or FILE.txt", verbatim=PATH)
     vocab_size: int = option(2048, "vocabulary size of a bpe tokenizer", least=257, most=2**24)
-    end_of_text: str | None = option(None, "end-of-text token; null: the one in FILE.json", verbatim=NAME)
+    end_of_text: str | None = option(None, "end-of-text token; null: the one in FILE.json", verbatim=NAME, filled=True)
     batch_size: int = option(8, "batch size: windows per backward pass, over all processes", least=1)
-    cache_dir: str = option(".cache", "cache folder for tokenised data", verbatim=PATH)
+    cache_dir: str = option(".cache", "cache folder for tokenised data", verbatim=PATH, filled=True)
     val_fraction: float = option(0.1, "fraction of the data for validation", above=0.0, below=1.0,
                                  needs=("data.streaming", False))
     num_workers: int = option(0, "data-loader processes; 0: load in the training process", least=0)
@@ -125,7 +125,8 @@ class OptimConfig:
     time_decay_lr_scale: float = option(2.0, "learning-rate factor of the decays: rwkv4's time_decay, rwkv7's w0", least=0)
     time_first_lr_scale: float = option(3.0, "learning-rate factor of time_first (rwkv4)", least=0)
     betas: tuple[float, float] = option((0.9, 0.99), "Adam's beta1 and beta2")
-    eps: float = option(1e-8, "Adam's epsilon", least=0)
+    # float32 rounds a smaller epsilon to 0, and a weight without a gradient then becomes 0 / 0
+    eps: float = option(1e-8, "Adam's epsilon", least=1e-37)
     weight_decay: float = option(0.0, "weight decay, of matrices only", least=0)
     grad_clip: float = option(1.0, "gradient clipping: maximum norm; 0: off", least=0)
     l2_wrap: float = option(1e-4, "penalty on each position's largest logit, as in RWKV-LM; 0: off", least=0, needs=LIKELIHOOD)
@@ -214,7 +215,7 @@ class LoggerConfig:
     name: str = option("wandb", "logger; set it with logger=NAME", verbatim=GRAMMAR, filled=True, heading="Logger")
     _target_: str | None = option(None, "class of a Lightning logger to use in addition to metrics.csv; example: "
                                   "configs/logger/mlflow.yaml")
-    arguments: list[str] = option(list, "NAME=VALUE for the constructor of _target_; repeatable")
+    arguments: list[str] = option(list, "NAME=VALUE for the constructor of _target_; repeatable", needs=("logger._target_",))
     project: str | None = option(None, "project (MLflow: experiment); null: WANDB_PROJECT or the tracker's own setting, else "
                                  "timemix", filled=True)
     group: str | None = option(None, "run group; null: WANDB_RUN_GROUP, else the sweep's folder")
@@ -265,10 +266,10 @@ class TuneConfig:
     modules: list[str] = option(list, "LoRA target modules, such as [att.key,att.value]; []: all linear layers of the blocks",
                                 verbatim=GRAMMAR, needs=LORA)
     state: str | None = option(None, "tuned state to start from, any trainer's; null: the one in init_from=, else zeros",
-                               verbatim=PATH, needs=("tune.method", "state"))
+                               verbatim=PATH, filled=True, needs=("tune.method", "state"))
     base: str = option("float32", "dtype of the frozen matrices: float32, bfloat16, or on a CPU int8 or int4", one_of=BASES)
     guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH} (a short "
-                               "text in the package), FILE, or null: no text", verbatim=PATH)
+                               "text in the package), FILE, or null: no text", verbatim=PATH, filled=True)
     objective: str = option("likelihood", "likelihood: cross-entropy; dpo or ipo: preference learning from pairs (data=chat)",
                             one_of=("likelihood", *PREFERENCES))
     beta: float = option(0.1, "beta; a larger beta keeps the model closer to that of init_from= (dpo, ipo)", above=0.0,
@@ -305,11 +306,11 @@ class TrainConfig:
     tune: TuneConfig = field(default_factory=TuneConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = option(0, "random seed of the initial weights and the data order", heading="Run")
-    out_dir: str | None = option(None, "run directory; null: runs/DATE_TIME", verbatim=PATH)
+    out_dir: str | None = option(None, "run directory; null: runs/DATE_TIME", verbatim=PATH, filled=True)
     resume: str | None = option(None, "auto: resume the run in out_dir, or without out_dir the latest run; if there is no run, "
-                                "start one; PATH: resume this run or checkpoint", verbatim=PATH)
+                                "start one; PATH: resume this run or checkpoint", verbatim=PATH, filled=True)
     init_from: str | None = option(None, "base model: a checkpoint of any format, or ORG/REPO/FILE on the Hub; sets weights, "
-                                   "sizes and tokenizer", verbatim=PATH)
+                                   "sizes and tokenizer", verbatim=PATH, filled=True)
     plan: str = option("false", "true: print the plan and exit; timed: time training steps too, even if that takes minutes; "
                        f"{', '.join(GPUS)}: plan for a machine with such GPUs",
                        one_of=("false", "true", "timed", *GPUS))

@@ -1,8 +1,20 @@
 """Tests the options of a dataclass: true and false beside other choices, limits, and what an option requires."""
 
+from collections.abc import Callable
+
 import pytest
 
-from rwkv.config import ChatConfig, DataConfig, TrainConfig, options, require_effect
+from rwkv.config import (
+    ChatConfig,
+    DataConfig,
+    EvaluateConfig,
+    LoggerConfig,
+    OptimConfig,
+    TrainConfig,
+    TuneConfig,
+    options,
+    require_effect,
+)
 from rwkv.errors import UserError
 
 
@@ -33,8 +45,28 @@ def test_an_option_without_its_requirement_is_refused_only_if_the_user_set_it() 
     require_effect(config, ["seed"])
     with pytest.raises(UserError, match=r"optim\.matrix_lr requires optim=muon or normuon; got optim=adamw"):
         require_effect(config, ["optim.matrix_lr"])
+    with pytest.raises(UserError, match=r"logger\.arguments requires logger\._target_="):
+        require_effect(config, ["logger.arguments"])
+    require_effect(TrainConfig(logger=LoggerConfig(name="own", _target_="a.Logger")), ["logger.arguments"])
 
 
 def test_an_error_names_the_option_with_its_group() -> None:
     with pytest.raises(UserError, match=r"^data\.batch_size must be at least 1; got 0$"):
         DataConfig(batch_size=0)
+
+
+@pytest.mark.parametrize(("config", "key"), [
+    *((TrainConfig, key) for key in ("out_dir", "resume", "init_from")), (TuneConfig, "tune.state"), (TuneConfig, "tune.guard"),
+    *((DataConfig, f"data.{name}") for name in ("cache_dir", "template", "end_of_text")),
+    *((EvaluateConfig, key) for key in ("checkpoint", "lora", "tokenizer"))])
+def test_the_value_of_a_shell_variable_that_is_not_set_is_refused(config: Callable[..., object], key: str) -> None:
+    with pytest.raises(UserError, match=f"^{key} is empty"):
+        config(**{key.rpartition(".")[2]: ""})
+
+
+def test_an_epsilon_that_float32_rounds_to_zero_is_refused() -> None:
+    """With epsilon 0, a weight whose gradient is 0 becomes 0 / 0 in the first step."""
+    assert OptimConfig(eps=1e-18).eps == 1e-18
+    for eps in (0.0, 1e-60):
+        with pytest.raises(UserError, match=r"optim\.eps"):
+            OptimConfig(eps=eps)
