@@ -25,7 +25,7 @@ def limit_validation(corpus: Corpus, val_tokens: int | None, reach: int) -> Corp
                              for part in corpus.parts])
     if corpus.conversations is None:
         val = corpus.val.first(val_tokens + 1)
-        text = corpus.tokenizer.decode(val[:].tolist()).encode()
+        text = corpus.tokenizer.decode_bytes(val[:].tolist())
         return replace(corpus, val=val, sizes=replace(
             corpus.sizes, val_tokens=len(val), val_bytes=max(len(text), 1), gzip_bpb=_gzip_bpb(text)))
     train, whole = corpus.conversations
@@ -33,9 +33,9 @@ def limit_validation(corpus: Corpus, val_tokens: int | None, reach: int) -> Corp
     tokens = whole.tokens.first(end)
     learnt = whole.learnt.first(end)
     flagged = zip(learnt[:].tolist(), tokens[:].tolist(), strict=True)
-    answers = "".join(corpus.tokenizer.decode(token for _, token in run)
-                      for is_learnt, run in groupby(flagged, itemgetter(0)) if is_learnt).encode()
-    part = whole._replace(tokens=tokens, learnt=learnt, bytes=len(corpus.tokenizer.decode(tokens[:].tolist()).encode()),
+    answers = b"".join(corpus.tokenizer.decode_bytes(token for _, token in run)
+                       for is_learnt, run in groupby(flagged, itemgetter(0)) if is_learnt)
+    part = whole._replace(tokens=tokens, learnt=learnt, bytes=len(corpus.tokenizer.decode_bytes(tokens[:].tolist())),
                           learnt_bytes=max(len(answers), 1))
     return replace(corpus, val=tokens, conversations=(train, part), sizes=replace(
         corpus.sizes, val_tokens=end, val_bytes=part.bytes, gzip_bpb=_gzip_bpb(answers)))

@@ -34,6 +34,9 @@ class Decoder(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text that push and flush would return for all `ids` together. Raises UserError as push does."""
 
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Returns the bytes of `ids`: those of their tokens, also if they are not UTF-8, or else the text in UTF-8."""
+
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
         """Returns the text that each of `tokens` alone would add after the ids `before`. Incomplete characters are U+FFFD."""
 
@@ -62,10 +65,13 @@ class BytesDecoder:
         return text
 
     def decode(self, ids: Iterable[int]) -> str:
+        return self._utf8.decode(self.decode_bytes(ids), final=True)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
         ids = list(ids)
         require_id(min(ids, default=0), len(self._table))
         require_id(max(ids, default=0), len(self._table))
-        return self._utf8.decode(b"".join(map(self._table.__getitem__, ids)), final=True)
+        return b"".join(map(self._table.__getitem__, ids))
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
         return [self._table[require_id(token, len(self._table))].decode("utf-8", "replace") for token in tokens]
@@ -120,6 +126,9 @@ class TextDecoder:
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join([self.push(token) for token in ids]) + self.flush()
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        return self.decode(ids).encode()
 
     def bytes_of(self, token: int) -> None:
         return None

@@ -133,6 +133,10 @@ class Tokenizer(ABC):
         """
         return self.decoder(after).decode(ids)
 
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Returns the bytes that `ids` stand for. Where decode has U+FFFD, a vocabulary of byte strings has the real bytes."""
+        return self._new_decoder().decode_bytes(ids)
+
     def decode_start(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids` when further ids will follow, without an incomplete last character."""
         return "".join(map(self.decoder().push, ids))

@@ -90,7 +90,7 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
             nats += pass_nats
             _advance(bar, count, f"loss {nats / (bar.n + count):.4f}")
     _require_finite(nats)
-    score = evaluation.TextScore(tokens, path.stat().st_size, nats, lost)
+    score = evaluation.TextScore(tokens, lost.of, nats, lost)
     return {"task": "text", **score.as_dict(), "seconds": time.perf_counter() - started}
 
 

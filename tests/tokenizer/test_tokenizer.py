@@ -120,6 +120,15 @@ def test_any_bytes_decode_as_python_does(ids: list[int]) -> None:
     assert ByteTokenizer().decode(ids) == bytes(ids).decode("utf-8", "replace")
 
 
+@given(st.lists(st.integers(1, 255)))
+def test_bytes_that_are_not_text_are_kept(ids: list[int]) -> None:
+    assert ByteTokenizer().decode_bytes([0, *ids]) == bytes(ids)
+    text = bytes(ids).decode("utf-8", "ignore")
+    for tokenizer in (BPE, byte_fallback()):
+        encoded = tokenizer.encode(text)
+        assert tokenizer.decode_bytes(encoded) == tokenizer.decode(encoded).encode()
+
+
 def test_text_already_returned_does_not_change_the_text_that_follows() -> None:
     whole, half = FALLBACK.encode("中")[-3:], FALLBACK.encode("中")[-3]
     assert pieces(FALLBACK, [*whole, half]) == ["", "", "中", "", REPLACEMENT]

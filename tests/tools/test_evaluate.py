@@ -290,8 +290,10 @@ def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], message
     one_sentence(run("evaluate", *EVALUATED, *arguments), message)
 
 
-def test_a_text_shorter_than_two_tokens_is_predicted_from_the_end_of_text(run: Run) -> None:
-    Path("x.txt").write_text("a")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_text_shorter_than_two_tokens_is_predicted_from_the_end_of_text(run: Run, encoding: str) -> None:
+    """A byte order mark is not part of the text."""
+    Path("x.txt").write_text("a", encoding)
     result = json.loads(run("evaluate", *EVALUATED, "data.path=x.txt")[1])
     assert (result["tokens"], result["bytes"]) == (1, 1)
     assert result["loss"] == pytest.approx(nats(small_model("conv1d", SPACED.vocab_size), [0], SPACED.encode("a"))[0], rel=1e-5)

@@ -263,7 +263,7 @@ def _validation_start(places: np.ndarray, tokens: int, val_fraction: float, path
         first = int(np.clip(np.searchsorted(places, target), 1, len(places) - 1))
         return int(places[first]), first
     if not 0 < target < tokens:
-        raise UserError(f"{path} has {counted(tokens, 'id')}, which are too few to split into training and validation. Use a "
+        raise UserError(f"{path} is too short to split into training and validation: it has {counted(tokens, 'id')}. Use a "
                         "longer file")
     return target, 1
 
@@ -275,5 +275,5 @@ def _measure(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float
     unknown = None
     if counter.uncertain:
         unknown = 0.0 if counter.unknown_token is None else float((ids == counter.unknown_token).mean())
-    text = tokenizer.decode(ids.tolist()).encode()
+    text = tokenizer.decode_bytes(ids.tolist())
     return len(text) / max(len(ids) - 1, 1), 8 * len(zlib.compress(text, 9, 31)) / max(len(text), 1), unknown

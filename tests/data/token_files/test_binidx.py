@@ -16,6 +16,7 @@ from rwkv.config import DataConfig
 from rwkv.data import token_files
 from rwkv.data.prepare import prepare
 from rwkv.data.token_files import binidx
+from rwkv.data.validation import limit_validation
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 
@@ -64,6 +65,14 @@ def test_one_document_gives_its_last_part(config: DataConfig, tmp_path: Path) ->
     prepared = prepare(config, 16)
     assert (len(prepared.train), len(prepared.val)) == (900, 100)
     assert prepared.train.starts.tolist() == [0]
+
+
+def test_ids_that_are_no_text_have_a_byte_each(config: DataConfig, tmp_path: Path) -> None:
+    """Decoded to text, a byte that is not UTF-8 would be U+FFFD, which has three bytes."""
+    write(tmp_path / "data", [[*range(128, 256)] * 8])
+    prepared = prepare(config, 16)
+    assert prepared.sizes.val_bytes == len(prepared.val)
+    assert limit_validation(prepared, 50, 16).val_bytes_per_token == 51 / 50
 
 
 def test_the_ids_are_scanned_once(config: DataConfig, tmp_path: Path) -> None:
