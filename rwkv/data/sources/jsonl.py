@@ -128,11 +128,17 @@ def read_lines(file: Any, path: Path) -> Iterator[bytes]:
 
 
 def text_in(entry: JsonObject, field: str, where: str) -> str:
+    """Returns the text in a field; "" for null, as in data=hf, whose library writes null for a row without a text.
+
+    Raises UserError if the field is missing or not a string.
+    """
     if field not in entry:
         texts = [name for name, value in entry.items() if isinstance(value, str)]
         chat = "" if texts else ", or pass data=chat if the entries are conversations"
         raise UserError(f"{where} has no field {field!r}. Name the field that contains the text with "
                         f"data.field={'|'.join(texts[:5]) or 'NAME'}{chat}")
+    if entry[field] is None:
+        return ""
     if not isinstance(entry[field], str):
         raise UserError(f"{where}: the field {field!r} must be a string; got {json.dumps(entry[field])[:60]}")
     return text_of(entry, field, where)

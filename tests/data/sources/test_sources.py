@@ -23,6 +23,7 @@ from rwkv.data.files import find_files
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.sources import open_source
 from rwkv.data.sources.stdlib import read_stdlib
+from rwkv.data.streaming.streams import open_stream
 from rwkv.errors import UserError
 from rwkv.tokenizer.split import SafeSplit, last_line_end, pieces, safe_split
 from rwkv.tokenizer.tokenizers import CharTokenizer, JsonTokenizer, Tokenizer
@@ -165,6 +166,19 @@ def write_lines(path: Path, documents: list[str], field: str = "text") -> Path:
     content = "".join(lines).encode()
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     return path
+
+
+def test_a_row_whose_text_is_null_has_no_text(config: DataConfig, tmp_path: Path) -> None:
+    """The library `datasets` writes null for a row without a text, and data=hf reads the same file as this."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for word in WORDS for text in (None, word)))
+    lines = of_kind(config, "jsonl", path)
+    train, val = texts(lines)
+    assert sorted(train + val) == sorted(WORDS)
+    stream = open_stream(lines)
+    assert [text for row in stream.read() if (text := stream.text(row))] == WORDS
+    path.write_text('{"text": null}\n')
+    refuses(lines, "has no text")
 
 
 @pytest.mark.parametrize("name", ["lines.jsonl", "lines.jsonl.gz"])
