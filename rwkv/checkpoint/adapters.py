@@ -200,10 +200,7 @@ def _read_initial_pissa(path: Path) -> dict[str, tuple[Stored, Stored]]:
 
 def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
     A, B = _factors(path, module, parts)
-    patterns = config_json.get("alpha_pattern") or {}
-    layer = module.removeprefix("base_model.model.")
-    key = next((key for key in patterns if re.fullmatch(rf"(.*\.)?({key})", layer)), None)
-    alpha = config_json.get("lora_alpha") if key is None else patterns[key]
+    alpha = _alpha_of(config_json, path, module.removeprefix("base_model.model."))
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise CheckpointError(f"{path / CONFIG}: lora_alpha must be a number; got {alpha!r}")
     rank = A.shape[0]
@@ -214,6 +211,8 @@ def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping
                               "changed base weights: save the adapter again with path_initial_model_for_weight_conversion in "
                               "PEFT's save_pretrained")
     if "lora_magnitude_vector" in parts:
+        if "lora_embedding_A" in parts:
+            raise CheckpointError(f"{path} has DoRA for the embedding {module}, which is not supported")
         return partial(dora, A=A, B=B, scale=scale, m=parts["lora_magnitude_vector"])
     if config_json.get("use_dora"):
         raise CheckpointError(f"{path} lacks {module}.lora_magnitude_vector, which DoRA requires")
@@ -221,6 +220,21 @@ def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping
         return partial(embedding_lora, A=A, B=B, scale=scale)
     change = partial(lora, A=A, B=B, scale=scale)
     return partial(_compose, partial(subtract_largest, rank=rank), change) if initialisation == "pissa" else change
+
+
+def _alpha_of(config_json: JsonMapping, path: Path, layer: str) -> object:
+    patterns = config_json.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise CheckpointError(f"{path / CONFIG}: alpha_pattern must be an object; got {json.dumps(patterns)[:60]}")
+    for pattern, alpha in patterns.items():
+        try:
+            matches = re.fullmatch(rf"(.*\.)?({pattern})", layer)
+        except re.error as error:
+            raise CheckpointError(f"{path / CONFIG}: the key {pattern!r} in alpha_pattern must be a regular expression: "
+                                  f"{error}") from None
+        if matches:
+            return alpha
+    return config_json.get("lora_alpha")
 
 
 def _peft_miss(config_json: JsonMapping, path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
@@ -354,7 +368,7 @@ def bat(W: Tensor, M: Stored, by_row: bool) -> Tensor:
 
 def _config(path: Path) -> JsonObject:
     try:
-        content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        content = json.loads((path / CONFIG).read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / CONFIG} is not JSON ({error}): the file is damaged or incomplete") from error
     if not isinstance(content, dict):

@@ -248,7 +248,8 @@ def test_miss_of_rwkv_peft(folder: Path, tmp_path: Path, name: str) -> None:
     ({"init_lora_weights": "olora"}, "olora"), ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
     ({"init_lora_weights": "corda"}, "corda"), ({"fan_in_fan_out": True}, "fan_in_fan_out"), ({"bias": "all"}, "bias"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"), ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-    ({"use_dora": True}, "lora_magnitude_vector"), ({"lora_alpha": None}, "lora_alpha"), ({"lora_alpha": "x"}, "lora_alpha")])
+    ({"use_dora": True}, "lora_magnitude_vector"), ({"lora_alpha": None}, "lora_alpha"), ({"lora_alpha": "x"}, "lora_alpha"),
+    ({"alpha_pattern": {"*.key": 4}}, "alpha_pattern"), ({"alpha_pattern": ["key"]}, "alpha_pattern")])
 def test_what_is_not_merged_is_refused_by_name(folder: Path, tmp_path: Path, described: dict[str, Any], word: str) -> None:
     parts, _ = lora(torch.zeros(C, C).double(), 1.0)
     trained = {f"base_model.model.blocks.0.att.key.{part}": tensor for part, tensor in parts.items()}
