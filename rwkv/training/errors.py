@@ -4,7 +4,7 @@ from rwkv.errors import UserError
 
 
 class Diverged(UserError):
-    """Raised if the loss or a weight is not finite. Earlier checkpoints are intact."""
+    """Raised if the loss or a weight is not finite, before a checkpoint of this step is written."""
 
 
 class Interrupted(Exception):

@@ -16,6 +16,7 @@ from kernels.operator import Operator
 from kernels.select import AUTO
 from rwkv import cli, distributed
 from rwkv.checkpoint.files import describe, fingerprint_of
+from rwkv.checkpoint.location import FOLDER
 from rwkv.config import TrainConfig
 from rwkv.data.loaders import DataModule, require_workers, worker_error
 from rwkv.data.prepare import Corpus
@@ -254,7 +255,9 @@ def fit(built: Built, run: Run) -> Result:
                         f"then {continue_with}") from None
     except Diverged as error:
         write_report(run.out_dir)
-        distributed.fail_together(error)
+        saved = any((run.out_dir / FOLDER).glob("*.ckpt"))
+        kept = f". The checkpoints in {run.out_dir} are from earlier steps and intact" if saved else ""
+        distributed.fail_together(Diverged(f"{error}{kept}"))
     return Result(trainer.callback_metrics, comparison_lines(trainer))
 
 

@@ -56,7 +56,7 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
     out_dir = run.out_dir
     options = config.trainer
     precision = precision_for(options, device)
-    divergence = Divergence(out_dir, options.log_every)
+    divergence = Divergence(options.log_every)
     checkpoints = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
     metrics = Metrics(options.log_every, options.grad_norms)
     probe = Probe(out_dir, options, metrics.exclude, kernel_error)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import lightning
 import torch
@@ -24,7 +23,6 @@ class Divergence(Callback):
     synchronise with the GPU each time.
     """
 
-    out_dir: Path
     log_every: int
     _lr: float = 0.0
     _loss: Tensor | float = 0.0          # the current step's loss, summed over accumulated batches
@@ -72,5 +70,4 @@ class Divergence(Callback):
 
     def _diverged(self, quantity: str, step: int, lr: float) -> Diverged:
         return Diverged(f"training diverged: {quantity} is not finite at step {step}, where the learning rate is {lr:.3g}. "
-                        "Start a new run with a lower optim.lr=, a higher optim.warmup_steps= or a lower optim.grad_clip=. "
-                        f"The checkpoints in {self.out_dir} are from earlier steps and intact")
+                        "Start a new run with a lower optim.lr=, a higher optim.warmup_steps= or a lower optim.grad_clip=")

@@ -47,8 +47,7 @@ class LossScale:
                 return
         step, scale = self._trainer.global_step + 1, self._scaler.get_scale()
         raise Diverged(f"training diverged: the float16 gradients of step {step} are not finite, even with a loss scale of "
-                       f"{scale:.3g}. Start a new run with a lower optim.lr= or with trainer.precision=bf16-mixed. The "
-                       "checkpoints of earlier steps are intact")
+                       f"{scale:.3g}. Start a new run with a lower optim.lr= or with trainer.precision=bf16-mixed")
 
     def _compute_earlier_batches(self, optimizer: torch.optim.Optimizer | LightningOptimizer) -> None:
         optimizer.zero_grad()

@@ -38,6 +38,7 @@ def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints_and_its_report(
     assert last.startswith("error: ")
     assert f"step {FIRST}" in last
     assert "optim.lr" in last
+    assert last.endswith("are from earlier steps and intact")
     assert steps(Path("run/checkpoints")) == {"last.ckpt": FIRST - 1, "last-1.ckpt": FIRST - 2, "best.ckpt": FIRST - 1}
     assert all(is_finite(path) for path in Path("run/checkpoints").iterdir())
     assert Path("run/report.html").is_file()
@@ -50,6 +51,7 @@ def test_losses_are_named_by_the_first_step_that_is_not_finite(run: Run, folder:
                            "trainer.checkpoint_every=6", "trainer.val_every=6")
     assert status == 2
     assert "step 2," in error.splitlines()[-1]
+    assert "checkpoints" not in error.splitlines()[-1], "there are none"
     assert not list(Path("run").glob("checkpoints/*"))
 
 
