@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rwkv.errors import UserError
+from rwkv.io.lines import counted
 
 SPLIT_SEED = 0
 CHUNK = 1 << 16                          # characters per chunk
@@ -92,6 +93,6 @@ def validation_begins(characters: int, fraction: float, where: str) -> int:
     """
     cut = int(characters * (1 - fraction))
     if not 0 < cut < characters:
-        raise UserError(f"{where} has {characters} characters, which are too few to split into training and validation. Use a "
-                        "longer text")
+        raise UserError(f"{where} is too short to split into training and validation: it has "
+                        f"{counted(characters, 'character')}. Use a longer text")
     return cut
