@@ -117,6 +117,16 @@ def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:
     one_sentence(run("train", "out_dir=mine/thesis.txt"), "out_dir=mine/thesis.txt is a file")
 
 
+def test_a_folder_that_cannot_be_created_is_named_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("missing")
+    for out_dir, obstacle in (("file/run", "file"), ("link", "link"), ("link/run", "link")):
+        with pytest.raises(UserError, match=f"^out_dir={tmp_path / out_dir} cannot be created, because {tmp_path / obstacle} "):
+            require_unused(tmp_path / out_dir)
+    (tmp_path / "missing").mkdir()
+    require_unused(tmp_path / "link" / "run")
+
+
 def test_a_new_run_may_find_logs_and_what_a_system_puts_on_a_disk(tmp_path: Path) -> None:
     for name in ("train.log", "slurm-12.out", "nohup.out", "stderr", "log", ".lock", ".nfs0001", ".DS_Store"):
         (tmp_path / name).write_text("line")

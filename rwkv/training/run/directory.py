@@ -92,7 +92,10 @@ def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
             raise UserError(f"out_dir={out_dir} contains files that do not belong to a run: choose another out_dir=")
         raise UserError(f"out_dir={out_dir} exists already. Choose another out_dir=, or continue with {resume} "
                         f"{quote(f'out_dir={out_dir}')}")
-    existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
+    existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if os.path.lexists(folder))
+    if not existing.is_dir():
+        raise UserError(f"out_dir={out_dir} cannot be created, because {existing} is a file, or a link to a missing folder: "
+                        "choose another out_dir=")
     if not os.access(existing, os.W_OK):
         raise UserError(f"out_dir={out_dir} cannot be used, because {existing} is not writable: choose another out_dir=")
 

@@ -109,7 +109,7 @@ def require_unfinished(run: Run) -> None:
         return
     finished = is_finished(run.out_dir) and all(path.exists() for path in tuned_files(run.config, run.out_dir))
     if step > trainer.max_steps or finished:
-        more = "max_steps" if trainer.epochs is None else "epochs"
+        more = next((name for name in ("epochs", "max_tokens") if getattr(trainer, name) is not None), "max_steps")
         raise UserError(f"the run in {run.out_dir} finished at step {step}: to train longer, increase trainer.{more}=")
 
 

@@ -40,8 +40,10 @@ from rwkv.pretrained import RWKV
 from rwkv.report.run_files import is_finished
 from rwkv.training.callbacks.checkpoints import RandomState, VerifiedFiles, newest_sound_checkpoint, rotate_checkpoints
 from rwkv.training.optim.optimisers import lr_factor, parameter_groups
+from rwkv.training.run import directory
 from rwkv.training.run.directory import as_plain
 from rwkv.training.run.opening import open_run
+from rwkv.training.run.resume import require_unfinished
 from rwkv.training.task import LanguageModel
 
 STEPS = 70
@@ -75,6 +77,13 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(folder: Path, who
     assert (run.out_dir, run.resume_from, run.resume_step) == (tmp_path, None, None)
     assert (run.config.trainer.accumulate, run.config.trainer.max_steps, run.config.data.path) == (2, 7, "text.txt")
     assert open_run(TrainConfig(resume="auto", out_dir=str(tmp_path / "none"))).config.trainer.accumulate == 1
+
+
+@pytest.mark.parametrize("option", ["max_steps", "max_tokens", "epochs"])
+def test_a_finished_run_is_extended_by_the_option_that_gave_its_length(tmp_path: Path, option: str) -> None:
+    trainer = TrainerConfig(**{"max_steps": 2, option: 2})       # type: ignore[arg-type]
+    with pytest.raises(UserError, match=rf"finished at step 3: .*increase trainer\.{option}="):
+        require_unfinished(directory.Run(tmp_path, TrainConfig(trainer=trainer), resume_step=3))
 
 
 # Options given at a resume
