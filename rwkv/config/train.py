@@ -127,7 +127,7 @@ class OptimConfig:
     betas: tuple[float, float] = option((0.9, 0.99), "Adam's beta1 and beta2")
     # float32 rounds a smaller epsilon to 0, and a weight without a gradient then becomes 0 / 0
     eps: float = option(1e-8, "Adam's epsilon", least=1e-37)
-    weight_decay: float = option(0.0, "weight decay, of matrices only", least=0)
+    weight_decay: float = option(0.0, "weight decay, of matrices and adapters only", least=0)
     grad_clip: float = option(1.0, "gradient clipping: maximum norm; 0: off", least=0)
     l2_wrap: float = option(1e-4, "penalty on each position's largest logit, as in RWKV-LM; 0: off", least=0, needs=LIKELIHOOD)
     confidence_penalty: float = option(0.0, "weight of the penalty on low-entropy predictions; 0: off", least=0,

@@ -104,9 +104,14 @@ def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, 
             block.set_submodule(name, LoraLinear(block.get_submodule(name), out_features, rank, alpha, dropout))
 
 
+def is_adapter(name: str) -> bool:
+    """Returns True for the name of an adapter's A or B, such as "blocks.0.att.key.lora_A.weight"."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
 def adapter_tensors(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the adapters' tensors, by their names in the model, such as "blocks.0.att.key.lora_A.weight"."""
-    return {name: tensor for name, tensor in names.items() if ".lora_A." in name or ".lora_B." in name}
+    """Returns the adapters' tensors, by their names in the model."""
+    return {name: tensor for name, tensor in names.items() if is_adapter(name)}
 
 
 def merge_adapter(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rwkv.config import ORTHOGONAL, OptimConfig
 from rwkv.model.base import MATRICES, Model
+from rwkv.model.lora import is_adapter
 from rwkv.training.optim.adamw8bit import AdamW8bit
 from rwkv.training.optim.muon import Muon
 
@@ -17,8 +18,8 @@ from rwkv.training.optim.muon import Muon
 def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
     """Returns the optimiser's parameter groups, each with one learning rate and one weight decay.
 
-    Vectors and low-rank matrices have no weight decay. muon and normuon orthogonalise the updates of the blocks' matrices,
-    except for the gates, which AdamW trains equally well at a lower cost.
+    Adapters and the model's matrices have weight decay, but not its vectors and own low-rank matrices. muon and normuon
+    orthogonalise the updates of the blocks' matrices, except for the gates, which AdamW trains equally well at a lower cost.
     """
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -27,7 +28,7 @@ def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
         group = model.generation.group(name)
         orthogonal = optim.name in ORTHOGONAL and group == "matrix"
         lr = optim.matrix_lr if orthogonal else optim.lr * lr_scale(name, model.generation.LR_SCALES, optim)
-        decay = optim.weight_decay if group in MATRICES else 0.0
+        decay = optim.weight_decay if group in MATRICES or is_adapter(name) else 0.0
         groups.setdefault((lr, decay, orthogonal), []).append(parameter)
     muon = {"orthogonal": True, "momentum": optim.matrix_momentum}
     adam = {"betas": optim.betas, "eps": optim.eps}

@@ -142,7 +142,10 @@ def _computation(config: TrainConfig, kernel: str, kernel_error: str | None, dev
         yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}. Omit trainer.precision=, or use auto"
     if why := why_precision(str(config.trainer.precision), device):
         yield "precision", f"{config.trainer.precision}: {why}"
-    if config.optim.name in ORTHOGONAL:
+    if config.optim.name in ORTHOGONAL and config.tune.method != "full":
+        yield "optimiser", (f"AdamW for everything, because tune={config.tune.method} freezes the matrices whose updates "
+                            f"{config.optim.name} would orthogonalise")
+    elif config.optim.name in ORTHOGONAL:
         dtype = matrix_dtype(device)
         why = "" if dtype == torch.bfloat16 else ": this CPU has no bfloat16 instructions"
         yield "optimiser", f"{config.optim.name}, orthogonalised in {str(dtype).removeprefix('torch.')}{why}"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from models import small_model
 
 from rwkv.config import OptimConfig
+from rwkv.model.lora import add_adapters
 from rwkv.training.optim.optimisers import lr_factor, parameter_groups
 from rwkv.training.task import LanguageModel
 
@@ -29,6 +30,14 @@ def test_every_parameter_is_in_one_group_with_its_rate_and_decay() -> None:
             scale = {"time_decay": 2, "time_first": 3}.get(name.split(".")[-1], 1)
             assert group["lr"] == pytest.approx(scale * 1e-3)
             assert group["weight_decay"] == (0.1 if name in DECAYED else 0.0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_adapters_are_matrices_with_weight_decay_that_no_optimiser_orthogonalises(name: str) -> None:
+    model = small_model()
+    add_adapters(model, [], rank=2, alpha=4.0)
+    groups = parameter_groups(model, replace(CONFIG, name=name))
+    assert [(group["lr"], group["weight_decay"], "orthogonal" in group) for group in groups] == [(1e-3, 0.1, False)]
 
 
 @pytest.mark.parametrize("name", ["muon", "normuon"])
