@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
-from rwkv.data.conversations import RowSampler, WholeConversations, count_longer_than
+from rwkv.data.conversations import ConversationRows, RowSampler, Tokenised, WholeConversations, count_longer_than
 from rwkv.data.mixture.windows import MixedValidation, MixedWindows, MixSampler, seed_of
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
@@ -38,6 +38,7 @@ from rwkv.data.tbptt_segments import SegmentDataset, SegmentSampler, chunks_of
 from rwkv.data.windows import ShuffleSampler, StepLayout, Windows
 from rwkv.errors import UserError
 from rwkv.io.json_types import StateDict
+from rwkv.io.lines import counted
 from rwkv.io.signals import STOPPING
 
 Batch = TypeVar("Batch")
@@ -131,9 +132,7 @@ class DataModule(LightningDataModule):
                               generator=_own_generator(self.seed))
         windows: Any = Windows(self.corpus.val, self.ctx_len, partial=True)
         if self.corpus.conversations:
-            whole = self.tbptt and count_longer_than(self.corpus.val, self.ctx_len)
-            val = self.corpus.conversations[1]
-            windows = WholeConversations(val.tokens, val.learnt, self.ctx_len) if whole else rows_of(val, self.ctx_len)
+            windows = validation_rows(self.corpus.conversations[1], self.ctx_len, self.tbptt)
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
 
     def state_dict(self) -> StateDict:
@@ -152,6 +151,17 @@ class DataModule(LightningDataModule):
             raise UserError(f"the data have changed since the run began: the SHA-256 was {state_dict['sha256'][:12]} and is "
                             f"now {self.corpus.sha256[:12]}. To resume, restore the data, or pass the path of the original "
                             "data as data.path= or data.sources=. To train on other data, begin a new run with init_from=")
+
+
+def validation_rows(split: Tokenised, ctx_len: int, tbptt: int) -> WholeConversations | ConversationRows:
+    """Returns the dataset of a validation split of conversations. Raises UserError if it has nothing to validate."""
+    if tbptt and count_longer_than(split.tokens, ctx_len):
+        return WholeConversations(split.tokens, split.learnt, ctx_len)
+    try:
+        return rows_of(split, ctx_len)
+    except UserError as error:
+        count = counted(len(split.tokens.starts) // (1 + split.paired), "pair" if split.paired else "conversation")
+        raise UserError(f"the validation split has {count}: {error}. A larger data.val_fraction gives it more") from None
 
 
 def _unchanged(batch: Batch) -> Batch:

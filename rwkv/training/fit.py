@@ -18,7 +18,7 @@ from rwkv import cli, distributed
 from rwkv.checkpoint.files import describe, fingerprint_of
 from rwkv.checkpoint.location import FOLDER
 from rwkv.config import TrainConfig
-from rwkv.data.loaders import DataModule, require_workers, worker_error
+from rwkv.data.loaders import DataModule, require_workers, validation_rows, worker_error
 from rwkv.data.prepare import Corpus
 from rwkv.data.validation import limit_validation
 from rwkv.distributed import log
@@ -144,16 +144,19 @@ def prepare(run: Run) -> Prepared:
     config, notes = resolve(config, Stage.DATA, Context(data=data, resumed=run.resume_from is not None))
     run = replace(run, config=config, notes=run.notes + notes)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
+    window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
+    validated = limit_validation(data, config.trainer.val_tokens, window)
+    if validated.conversations:
+        val = validated.conversations[1]
+        distributed.broadcast_from_rank0(lambda: len(validation_rows(val, config.model.ctx_len, config.trainer.tbptt)))
     data.tokenizer.drop_library()
     give_back_free_blocks()              # data preparation has freed memory
     kernel_error = None
     if config.kernel.name != AUTO and run.resume_from is None:       # a resumed run names the kernel that auto chose
         kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(
             operator, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
-    window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
     return Prepared(run, device, rows, operator, kernel_line, kernel_error, graphs.uses_graphs(config, device, operator.name),
-                    data, limit_validation(data, config.trainer.val_tokens, window),
-                    needs_here(config, run.vocab_size(data.tokenizer), device))
+                    data, validated, needs_here(config, run.vocab_size(data.tokenizer), device))
 
 
 def _set_allocator(config: TrainConfig) -> None:

@@ -14,6 +14,7 @@ from token_arrays import token_array_of
 from rwkv.chat.turn_templates import chat_template
 from rwkv.config import DataConfig
 from rwkv.data.conversations import Rows, annotated_conversations
+from rwkv.data.loaders import validation_rows
 from rwkv.data.pairs import PairRows, Pairs, rows_of
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.sources.chat import parts_of_pair
@@ -191,6 +192,15 @@ def test_pairs_that_are_too_long_are_reported(tmp_path: Path) -> None:
     assert prepared.conversations is not None
     assert "1 pair longer than model.ctx_len=80" in rows_of(prepared.conversations[0], 80).describe()
     assert "omitted" not in rows_of(prepared.conversations[0], 500).describe()
+
+
+def test_a_validation_split_in_which_no_pair_fits_is_named(tmp_path: Path) -> None:
+    """The first entry is always for validation."""
+    prepared = corpus(tmp_path, [{"prompt": "long", "chosen": "x" * 200, "rejected": "no"}, *ENTRIES], val_fraction=0.01)
+    assert prepared.conversations is not None
+    assert len(rows_of(prepared.conversations[0], 80)) > 0
+    with pytest.raises(UserError, match=r"^the validation split has 1 pair: no pair of answers fits .*data\.val_fraction"):
+        validation_rows(prepared.conversations[1], 80, 0)
 
 
 def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -227,6 +227,14 @@ def test_what_cannot_be_is_one_sentence(folder: Path, run: Run, options: tuple[s
     assert not Path("out/checkpoints").exists()
 
 
+@pytest.mark.programs
+def test_a_validation_split_in_which_no_pair_fits_is_an_error_before_any_work(folder: Path, run: Run) -> None:
+    long_pair = json.dumps({"prompt": "long", "chosen": "x" * 200, "rejected": "no"})
+    Path("pairs.jsonl").write_text(f"{long_pair}\n{Path('pairs.jsonl').read_text()}")
+    one_sentence(run("train", *OPTIONS, "tune=lora", "data.val_fraction=0.01", "out_dir=out"), "validation split has 1 pair")
+    assert not Path("out").exists()
+
+
 # A task whose preferred answers can be checked: of two right answers, the shorter one
 
 
