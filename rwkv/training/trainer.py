@@ -56,9 +56,10 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
     out_dir = run.out_dir
     options = config.trainer
     precision = precision_for(options, device)
-    divergence = Divergence(options.log_every)
+    log_every = min(options.log_every, options.max_steps)          # a shorter run logs its loss at the last step
+    divergence = Divergence(log_every)
     checkpoints = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
-    metrics = Metrics(options.log_every, options.grad_norms)
+    metrics = Metrics(log_every, options.grad_norms)
     probe = Probe(out_dir, options, metrics.exclude, kernel_error)
     samples = [Samples(config, data.tokenizer, out_dir, run.resume_step, metrics.exclude)] if sample_every(options) else []
     compared = [BeforeAfter(config, data, out_dir, metrics.exclude)] if is_compared(config) else []

@@ -14,12 +14,13 @@ RUN = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=
 @pytest.mark.parametrize("options", [(), ("trainer.accumulate=2",), ("trainer.tbptt=2",)])
 def test_a_row_has_the_mean_loss_since_the_row_before(run: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    for name, every in (("each", 1), ("third", 3)):
+    for name, every in (("each", 1), ("third", 3), ("longer", 100)):
         assert run("train", *RUN, *options, f"trainer.log_every={every}", f"out_dir={name}")[0] == 0
     each, third = losses(Path("each")), losses(Path("third"))
     assert list(third) == [3, 6]
     for step, loss in third.items():
         assert loss == pytest.approx(sum(each[number] for number in range(step - 2, step + 1)) / 3, rel=1e-6)
+    assert losses(Path("longer")) == {8: pytest.approx(sum(each.values()) / 8, rel=1e-6)}, "the run is shorter than an interval"
 
 
 @pytest.mark.programs
