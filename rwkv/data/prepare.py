@@ -117,14 +117,15 @@ class Corpus:
         """Returns the bytes of validation text per predicted token.
 
         For conversations, returns the bytes of the answers per learnt token. Returns None if the tokenizer loses more than
-        WITHHELD of the text, and for pairs of answers, because their loss is not a loss per token.
+        WITHHELD of the text, if the ids stand for no bytes, as special tokens do, and for pairs of answers, because their loss
+        is not a loss per token.
         """
         if self.val_lost > WITHHELD or (self.conversations and self.conversations[1].paired):
             return None
         if self.conversations:
             val = self.conversations[1]
-            return val.learnt_bytes / int(val.learnt[:].sum())
-        return self.sizes.val_bytes / (self.sizes.val_tokens - max(1, len(self.parts)))
+            return val.learnt_bytes / int(val.learnt[:].sum()) or None
+        return self.sizes.val_bytes / (self.sizes.val_tokens - max(1, len(self.parts))) or None
 
     @property
     def learnt(self) -> TokenArray | None:
@@ -236,7 +237,7 @@ def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource],
                                     "these documents from the other sources")
             removed = remove_documents(corpus.val, ~left_out)
             removed_bytes = sum(len(text.encode()) for text in decode_chunks(removed, 0, len(removed), tokenizer))
-            sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(corpus.sizes.val_bytes - removed_bytes, 1))
+            sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(corpus.sizes.val_bytes - removed_bytes, 0))
             about = f"{corpus.source}; without {counted(int(left_out.sum()), 'document')} that other sources train on"
             corpus = replace(corpus, val=val, sizes=sizes, source=about)
         changed.append(part._replace(corpus=corpus))

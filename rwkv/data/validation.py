@@ -25,9 +25,9 @@ def limit_validation(corpus: Corpus, val_tokens: int | None, reach: int) -> Corp
                              for part in corpus.parts])
     if corpus.conversations is None:
         val = corpus.val.first(val_tokens + 1)
-        text = corpus.tokenizer.decode_bytes(val[:].tolist())
+        text = corpus.tokenizer.decode_bytes(val[1:].tolist())     # the first id is not predicted
         return replace(corpus, val=val, sizes=replace(
-            corpus.sizes, val_tokens=len(val), val_bytes=max(len(text), 1), gzip_bpb=_gzip_bpb(text)))
+            corpus.sizes, val_tokens=len(val), val_bytes=len(text), gzip_bpb=_gzip_bpb(text)))
     train, whole = corpus.conversations
     end = _end_of_conversations(whole, val_tokens, reach)
     tokens = whole.tokens.first(end)
@@ -36,7 +36,7 @@ def limit_validation(corpus: Corpus, val_tokens: int | None, reach: int) -> Corp
     answers = b"".join(corpus.tokenizer.decode_bytes(token for _, token in run)
                        for is_learnt, run in groupby(flagged, itemgetter(0)) if is_learnt)
     part = whole._replace(tokens=tokens, learnt=learnt, bytes=len(corpus.tokenizer.decode_bytes(tokens[:].tolist())),
-                          learnt_bytes=max(len(answers), 1))
+                          learnt_bytes=len(answers))
     return replace(corpus, val=tokens, conversations=(train, part), sizes=replace(
         corpus.sizes, val_tokens=end, val_bytes=part.bytes, gzip_bpb=_gzip_bpb(answers)))
 

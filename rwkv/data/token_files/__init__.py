@@ -275,5 +275,5 @@ def _measure(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float
     unknown = None
     if counter.uncertain:
         unknown = 0.0 if counter.unknown_token is None else float((ids == counter.unknown_token).mean())
-    text = tokenizer.decode_bytes(ids.tolist())
+    text = tokenizer.decode_bytes(ids[1:].tolist())      # the first id is not predicted
     return len(text) / max(len(ids) - 1, 1), 8 * len(zlib.compress(text, 9, 31)) / max(len(text), 1), unknown

@@ -71,8 +71,16 @@ def test_ids_that_are_no_text_have_a_byte_each(config: DataConfig, tmp_path: Pat
     """Decoded to text, a byte that is not UTF-8 would be U+FFFD, which has three bytes."""
     write(tmp_path / "data", [[*range(128, 256)] * 8])
     prepared = prepare(config, 16)
-    assert prepared.sizes.val_bytes == len(prepared.val)
-    assert limit_validation(prepared, 50, 16).val_bytes_per_token == 51 / 50
+    assert prepared.val_bytes_per_token == 1
+    assert limit_validation(prepared, 50, 16).val_bytes_per_token == 1
+
+
+def test_ids_that_stand_for_no_bytes_have_no_bits_per_byte(config: DataConfig, tmp_path: Path) -> None:
+    write(tmp_path / "data", [*DOCUMENTS, [0] * 200])
+    prepared = prepare(dataclasses.replace(config, val_fraction=0.01), 16)
+    assert not prepared.val[:].any()
+    assert prepared.val_bytes_per_token is None
+    assert limit_validation(prepared, 50, 16).val_bytes_per_token is None
 
 
 def test_the_ids_are_scanned_once(config: DataConfig, tmp_path: Path) -> None:
