@@ -83,7 +83,7 @@ def licence_of(path: str | Path) -> str | None:
 
 def commands_in(file: Path) -> list[str]:
     """Returns the commands in a card that this program wrote; [] for any other file."""
-    match = COMMANDS.search(file.read_text(encoding="utf-8")) if is_ours(file) else None
+    match = COMMANDS.search(file.read_text(encoding="utf-8", errors="replace")) if is_ours(file) else None
     return [line.removeprefix("    ") for line in match[1].splitlines()] if match else []
 
 
@@ -105,7 +105,7 @@ def directory_card(name: str, path: Path, source: str | None = None, command: st
     loads = loading_commands(name)
     run_card = path.parent.parent / FILE
     if path.parent.name == "checkpoints" and is_ours(run_card):
-        text = run_card.read_text(encoding="utf-8").partition(LOADING)[0]
+        text = run_card.read_text(encoding="utf-8", errors="replace").partition(LOADING)[0]
         if command and (match := COMMANDS.search(text)):
             text = f"{text[:match.end()]}    {command}\n{text[match.end():]}"
         return text + f"{LOADING}\n\n" + "".join(f"    {line}\n" for line in loads)

@@ -123,7 +123,7 @@ def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, s
     rows: list[dict[str, str]] = []
     if not path.is_file():
         return rows
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:        # spreadsheets write a byte order mark
         try:
             rows.extend(csv.DictReader(file))
         except csv.Error as error:
@@ -204,7 +204,7 @@ def read_mapping(path: Path, parse_text: Callable[[str], object], damaged: Damag
     if not path.is_file():
         return {}
     try:
-        content = parse_text(path.read_text(encoding="utf-8"))
+        content = parse_text(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         damaged.append(f"{path.name} cannot be read ({' '.join(str(error).split())}); the report ignores this file")
         return {}

@@ -65,6 +65,12 @@ def test_no_licence_is_made_up_and_none_of_files_far_away(base: RWKV, tmp_path: 
     assert "Base" not in Path("out/README.md").read_text()
 
 
+def test_the_commands_of_a_card_with_a_line_that_is_not_utf8_are_read(tmp_path: Path) -> None:
+    path = tmp_path / card.FILE
+    path.write_bytes(str(card.Card("run", commands=["timemix train"])).encode() + b"\ncaf\xe9\n")
+    assert card.commands_in(path) == ["timemix train"]
+
+
 def test_a_card_by_hand_is_not_replaced(base: RWKV) -> None:
     base.save_pretrained("out")
     Path("out/README.md").write_text("# mine")

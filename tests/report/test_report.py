@@ -1,5 +1,6 @@
 """Tests reports of runs and sweeps: the measurements of a run, failed runs, damaged files, and the numbers on the page."""
 
+import codecs
 import csv
 import json
 import math
@@ -391,6 +392,16 @@ def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes)
     (tmp_path / "kernel=conv1d,seed=0" / name).write_bytes(content)
     report_tool.main([str(tmp_path)])
     assert f"kernel=conv1d,seed=0: {name}" in parse_page(tmp_path / "report.html").text
+
+
+def test_a_byte_order_mark_is_no_damage(tmp_path: Path) -> None:
+    """Spreadsheets and some editors write one when a user saves a file."""
+    make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
+    before = read(tmp_path)
+    for path in tmp_path.glob("*/*"):
+        path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    assert read(tmp_path) == before
+    assert before[0].damaged == []
 
 
 def test_a_run_does_not_fail_when_its_report_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

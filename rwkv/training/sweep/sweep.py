@@ -242,7 +242,7 @@ def read_entries(folder: Path) -> list[Entry]:
         return []
     path = folder / run_files.SWEEP
     try:
-        entries = [Entry(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))["runs"]]
+        entries = [Entry(**entry) for entry in json.loads(path.read_text(encoding="utf-8-sig"))["runs"]]
         sound = all(isinstance(entry.name, str) and isinstance(entry.swept, dict) and isinstance(entry.arguments, list)
                     and isinstance(entry.order, int) for entry in entries)
     except (ValueError, TypeError, KeyError):
