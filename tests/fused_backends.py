@@ -77,17 +77,17 @@ def check_training(generation: str, backend: str, case: str, half: bool, monkeyp
 
 
 @torch.no_grad()
-def check_step(model: RWKV, decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """Returns the largest error of each row's logits.
+def check_step(model: RWKV, decoder: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, T: int = 6) -> Tensor:
+    """Returns the largest error of each row's logits in T steps.
 
     Asserts that rows with the right logits have the right state.
     """
-    several = tokens(model, B=3, T=6)
+    several = tokens(model, B=3, T=T)
     with monkeypatch.context() as patch:
         use("formulas", patch)
         expected, after = exact(model)(several)
     steps = decoder(model, model.empty_state(3))
-    largest_errors = torch.stack([(steps.step(several[:, t]) - expected[:, t]).abs().amax(-1) for t in range(6)]).amax(0)
+    largest_errors = torch.stack([(steps.step(several[:, t]) - expected[:, t]).abs().amax(-1) for t in range(T)]).amax(0)
     right = (largest_errors <= 2e-5).nonzero().flatten().tolist()
     assert_same_state(steps.state(right), after.rows(right), 1e-4)
     return largest_errors
