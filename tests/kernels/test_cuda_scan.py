@@ -8,6 +8,7 @@ import test_conformance as conformance
 import test_wkv4 as properties
 import torch
 from cuda_host import COMPILER, ORDERS, Host, on_the_cpu
+from implementations import in_soak
 
 from kernels.compare import errors
 from kernels.registry import names
@@ -26,8 +27,9 @@ def scan(request: pytest.FixtureRequest, host: Host) -> Iterator[WKV4]:
         yield WKV4(request.param)
 
 
-@pytest.mark.parametrize("order", ORDERS[:2])
-@pytest.mark.parametrize(("spread", "with_state"), [("+-5", False), ("+-230", True)])
+@pytest.mark.parametrize(("spread", "with_state", "order"), [
+    ("+-5", False, ORDERS[0]), ("+-230", True, ORDERS[1]),
+    *in_soak(pytest.param("+-5", False, ORDERS[1]), pytest.param("+-230", True, ORDERS[0]))])
 @pytest.mark.parametrize("shape", [*cases.SHAPES[:3], *SEGMENTS], ids=str)
 @pytest.mark.parametrize("name", CUDA)
 def test_output_state_and_gradients(name: str, shape: tuple[int, int, int], spread: str, with_state: bool, order: str,

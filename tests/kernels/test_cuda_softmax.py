@@ -1,12 +1,14 @@
 """Executes the CUDA softmax on the CPU under sanitizers (tests/cuda_host), and tests it like every softmax."""
 
 from collections.abc import Callable, Iterator
+from itertools import cycle
 
 import pytest
 import test_conformance as conformance
 import test_softmax as properties
 import torch
 from cuda_host import ORDERS, Host, on_the_cpu
+from implementations import in_soak
 
 from kernels.registry import names
 from kernels.softmax import Softmax, cases
@@ -15,6 +17,7 @@ pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("softmax") if name.startswith("cuda_")]
 ADAPTER = conformance.ADAPTERS["softmax"]
 BLOCKS = ((1, 1024), (2, 1025), (1, 40_003))         # the longest row of a warp; 3 warps; 32 warps in two rounds
+SHAPES = (*cases.SHAPES, *BLOCKS)
 
 
 @pytest.fixture(params=CUDA)
@@ -23,8 +26,8 @@ def softmax(request: pytest.FixtureRequest, host: Host) -> Iterator[Softmax]:
         yield Softmax(request.param)
 
 
-@pytest.mark.parametrize("order", ORDERS[:2])
-@pytest.mark.parametrize("shape", [*cases.SHAPES, *BLOCKS], ids=str)
+@pytest.mark.parametrize(("shape", "order"), [*zip(SHAPES, cycle(ORDERS[:2]), strict=False),
+                                              *in_soak(*map(pytest.param, SHAPES, cycle(ORDERS[1::-1])))], ids=str)
 @pytest.mark.parametrize("name", CUDA)
 def test_output_and_gradient(name: str, shape: tuple[int, ...], order: str, host: Host) -> None:
     """The shapes have rows that start at any multiple of 4 bytes, and more or fewer rows than a block."""
