@@ -1,4 +1,4 @@
-"""Runs train.py in a process that is forked from a process with torch and Lightning imported, so that it starts immediately.
+"""Runs a program in a process that is forked from a process with torch and Lightning imported, so that it starts immediately.
 
 The process has its own id, signals and exit status, and saves the seconds that imports take. multiprocessing starts the server
 process, from which the others are forked, when the first process is requested. Each process imports this file, so it has no
@@ -31,12 +31,22 @@ def free_port() -> int:
 
 
 class Forked:
-    """Runs train.py in a forked process, with the part of subprocess.Popen's interface that tests use."""
+    """Runs a program in a forked process, with the part of subprocess.Popen's interface that tests use."""
 
-    def __init__(self, folder: Path, arguments: tuple[str, ...], environment: dict[str, str], largest: int | None) -> None:
-        """Starts the process. `largest` is the maximum size of a file in bytes, to simulate a full disk."""
-        self._logs = [folder / f".{name}-{os.urandom(4).hex()}" for name in ("output", "error")]
-        self._process = preloaded().Process(target=_work, args=(folder, arguments, environment, largest, self._logs))
+    def __init__(self, folder: Path, command: tuple[str, ...], environment: dict[str, str], largest: int | None = None,
+                 input: str = "") -> None:
+        """Starts the process.
+
+        Args:
+            command: arguments of the interpreter, such as ("train.py", "plan=true"), ("-m", "rwkv.tools", "list") or
+                ("-c", "print(1)").
+            environment: all variables of the process.
+            largest: the maximum size of a file in bytes, to simulate a full disk.
+            input: the standard input.
+        """
+        self._files = [folder / f".{name}-{os.urandom(4).hex()}" for name in ("input", "output", "error")]
+        self._files[0].write_text(input, encoding="utf-8")
+        self._process = preloaded().Process(target=_work, args=(folder, command, environment, largest, self._files))
         self._process.start()
 
     @property
@@ -60,13 +70,13 @@ class Forked:
     def communicate(self, timeout: float) -> tuple[str, str]:
         self._process.join(timeout)
         assert self.returncode is not None, "it takes too long"
-        output, error = (path.read_text(encoding="utf-8") for path in self._logs)
-        for path in self._logs:
+        _, output, error = (path.read_text(encoding="utf-8") for path in self._files)
+        for path in self._files:
             path.unlink()
         return output, error
 
 
-def _work(folder: Path, arguments: tuple[str, ...], environment: dict[str, str], largest: int | None, logs: list[Path]) -> None:
+def _work(folder: Path, command: tuple[str, ...], environment: dict[str, str], largest: int | None, files: list[Path]) -> None:
     import resource
 
     import torch
@@ -74,11 +84,21 @@ def _work(folder: Path, arguments: tuple[str, ...], environment: dict[str, str],
     if largest is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    for number, path in enumerate(logs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    for number, path in enumerate(files):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT if number else os.O_RDONLY), number)
+    sys.stdin = os.fdopen(0, encoding="utf-8")                   # multiprocessing has replaced it
     multiprocessing.set_start_method(None, force=True)           # train.py starts its own processes with the system's method
     os.chdir(folder)
+    os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    sys.argv = [str(ROOT / "train.py"), *arguments]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    program, *arguments = command
+    if program == "-m":
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    elif program == "-c":
+        sys.argv = ["-c", *arguments[1:]]
+        exec(arguments[0], {"__name__": "__main__"})
+    else:
+        sys.argv = [str(ROOT / program), *arguments]
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -19,6 +19,8 @@ from threading import Thread
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from forked import Forked
+
 ROOT = Path(__file__).parent.parent
 MAIN = "main"
 
@@ -150,5 +152,12 @@ def python(code: str, variables: Mapping[str, str], folder: Path) -> subprocess.
 
 
 def timemix(*arguments: str, variables: Mapping[str, str], folder: Path, input: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "rwkv.tools", *arguments], capture_output=True, text=True, check=False,
-                          cwd=folder, env=dict(variables), input=input)
+    return forked_python("-m", "rwkv.tools", *arguments, variables=variables, folder=folder, input=input)
+
+
+def forked_python(*command: str, variables: Mapping[str, str], folder: Path,
+                  input: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs Python in a separate process that need not import torch. The process imports huggingface_hub with `variables`."""
+    process = Forked(folder, command, dict(variables), input=input)
+    output, error = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(command, process.returncode or 0, output, error)

@@ -60,7 +60,7 @@ def start(folder: Path, program: str, *arguments: str, apart: bool = False, with
 
 def forked(folder: Path, *arguments: str, largest: int | None = None, **environment: str) -> Process:
     """Runs train.py in a separate process, without the time of imports. `largest` is the maximum size of a file in bytes."""
-    return Forked(folder, arguments, ENVIRONMENT | environment, largest)
+    return Forked(folder, ("train.py", *arguments), ENVIRONMENT | environment, largest)
 
 
 def done_here(folder: Path, program: str, *arguments: str) -> Done:

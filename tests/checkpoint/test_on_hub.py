@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import HubServer, Repository, environment, hub_server, python, timemix
+from hub_server import HubServer, Repository, environment, forked_python, hub_server, timemix
 from models import small_model
 from training_runs import SMALL, TEXT
 from tuned_runs import write_run
@@ -94,7 +94,7 @@ def test_from_one_command_and_one_name_to_an_answer(server: HubServer, tmp_path:
 
 def test_python_and_the_server_take_names(server: HubServer, tmp_path: Path) -> None:
     code = IN_PYTHON.format(model=MODEL, directory=DIRECTORY, tests=str(Path(__file__).parent.parent))
-    process = python(code, environment(server.endpoint, tmp_path), tmp_path)
+    process = forked_python("-c", code, variables=environment(server.endpoint, tmp_path), folder=tmp_path)
     assert process.returncode == 0, process.stderr
 
 

@@ -5,14 +5,13 @@ import errno
 import gzip
 import os
 import signal
-import subprocess
-import sys
 import time
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Forked
 from losing import dropping, with_unknown
 from tokenizer_files import chatml
 
@@ -25,7 +24,6 @@ from rwkv.tokenizer.lost_bytes import Lost
 from rwkv.tokenizer.tokenizers import JsonTokenizer
 
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(400))
-ROOT = Path(__file__).parent.parent.parent
 SHARD = 2000
 
 
@@ -278,10 +276,9 @@ print(prepare(DataConfig(name="text", path={path!r}, vocab_size=300, cache_dir={
 """
 
 
-def start(config: DataConfig, ready: Path, go: Path, slowly: bool = False) -> subprocess.Popen[str]:
+def start(config: DataConfig, ready: Path, go: Path, slowly: bool = False) -> Forked:
     script = SCRIPT.format(shard=SHARD, slowly=slowly, path=config.path, cache=config.cache_dir)
-    return subprocess.Popen([sys.executable, "-c", script, ready, go], cwd=ROOT, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return Forked(ready.parent, ("-c", script, str(ready), str(go)), dict(os.environ))
 
 
 def wait_for(condition) -> None:

@@ -1,19 +1,17 @@
 """Tests timemix smoke, which checks a model with a short run of everything."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import ROOT, Forked
 from models import small_model
 from programs import one_sentence
+from training_runs import finish
 
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import smoke
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.programs
@@ -50,15 +48,11 @@ def test_smoke_fails_where_a_model_does(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL")
 
 
-def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True, check=False, cwd=folder,
-                          env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"})
-
-
 @pytest.mark.programs
 @pytest.mark.parametrize("arguments", [("nowhere.pth",), ("--out", "no/such/folder.json"), ("--kernel", "nothing")],
                          ids=str)
 def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    process = run("rwkv.tools.smoke", *arguments, folder=tmp_path)
-    one_sentence((process.returncode, "", process.stderr))
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    result = finish(Forked(tmp_path, ("-m", "rwkv.tools.smoke", *arguments), environment))
+    one_sentence((result.status, "", result.error))
     assert not (tmp_path / "smoke.json").exists()
