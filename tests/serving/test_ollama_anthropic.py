@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     import openai
 
 pytestmark = pytest.mark.programs
-pytest.importorskip("ollama")
-pytest.importorskip("anthropic")
 QUESTION: list[Any] = [{"role": "user", "content": "once"}]
 THOUGHTS = ["4", "<think>", "\nOne, ", "two.", "</think>\n", "A €", " and", " an end"]
 ODD = '{"n": 1180591620717411303424, "s": "\\ud800"}'       # the number has more than 64 bits, and the string is no character
@@ -48,7 +46,10 @@ CLIENTS = ExitStack()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _close_clients() -> Iterator[None]:
+def _clients() -> Iterator[None]:
+    """Imports the clients, which takes longer than any file here, in the process that runs these tests alone; closes them."""
+    for package in ("ollama", "anthropic"):
+        pytest.importorskip(package)
     with CLIENTS:
         yield
 
