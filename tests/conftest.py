@@ -51,8 +51,8 @@ CLONE_RUNS = Path(__file__).parent.parent / "runs"
 # Each of these files takes half a minute or more, whatever its number of tests
 LONGEST = ("generation/test_gpu.py", "kernels/test_triton.py", "training/sharding/test_fsdp.py", "training/test_ddp.py",
            "serving/test_state_store.py", "training/callbacks/test_divergence.py", "report/test_report.py",
-           "serving/test_limits.py", "model/fused/test_fused_triton.py", "checkpoint/test_on_hub.py",
-           "training/run/test_resume.py", "training/callbacks/test_before_after.py", "benchmarks/test_gpu_check.py")
+           "serving/test_limits.py", "model/fused/test_fused_triton.py", "training/run/test_resume.py",
+           "training/callbacks/test_before_after.py", "benchmarks/test_gpu_check.py")
 RUNS_BEFORE = pytest.StashKey[set[tuple[str, int]]]()
 
 
