@@ -41,7 +41,7 @@ BYTES = ByteTokenizer()
 FILE = {"content-type": "application/octet-stream"}
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
 TURN = ("role", "tail", "tools", "template")
-STATE_MIB = 1                            # this holds a number of small states
+STATE_MIB = 1                            # this holds 64 states of `deep`
 
 
 def ok(answer: httpx.Response) -> Any:
@@ -278,8 +278,16 @@ def key(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {name}"}
 
 
-def test_memory_is_bounded_and_what_was_used_last_stays(start: Callable[..., Running]) -> None:
-    server = start(f"states_mib={STATE_MIB}")
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a model with large states, so that few of them fill a memory."""
+    path = tmp_path_factory.mktemp("deep") / "deep.pth"
+    small_model("reference", vocab_size=256, n_embd=32, n_layer=24).save_pretrained(path, BYTES, format="pth")
+    return path
+
+
+def test_memory_is_bounded_and_what_was_used_last_stays(start: Callable[..., Running], deep: Path) -> None:
+    server = start(f"states_mib={STATE_MIB}", f"checkpoint={deep}")
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
         first, used = make_state(api, prompt="first"), make_state(api, prompt="used")
         room = STATE_MIB * 2**20 // first["bytes"]
@@ -296,10 +304,10 @@ def test_memory_is_bounded_and_what_was_used_last_stays(start: Callable[..., Run
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+def folder(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
     """Yields a server that keeps states in a folder, which has room for some, and the folder."""
     states_dir = tmp_path_factory.mktemp("kept")
-    with serving(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", "states_mib=0", f"states_dir={states_dir}",
+    with serving(deep.parent, f"checkpoint={deep}", "tokenizer=byte", "states_mib=0", f"states_dir={states_dir}",
                  f"states_dir_mib={STATE_MIB}", "api_key=busy", "api_key=quiet", "api_key=third") as running:
         yield running, states_dir
 
