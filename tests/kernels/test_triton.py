@@ -38,21 +38,27 @@ def run_python(command: list[Any], folder: Path, interpret: bool = False) -> sub
                           capture_output=True, check=False)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder for Triton's files, where the tests of this file find what another one of them has compiled."""
+    return tmp_path_factory.mktemp("cubins")
+
+
 @pytest.fixture(scope="module", params=[(90, True), *(pytest.param((arch, False), marks=pytest.mark.soak) for arch in SHARED)],
                 ids=str)
-def cubins(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Cubins:
+def cubins(cache: Path, request: pytest.FixtureRequest) -> Cubins:
     arch, once = request.param
-    done = run_python([TESTS / "triton_cubins.py", arch, *(["once"] if once else [])], tmp_path_factory.mktemp("cubins"))
+    done = run_python([TESTS / "triton_cubins.py", arch, *(["once"] if once else [])], cache)
     assert done.returncode == 0, done.stderr
     return arch, once, json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("arch", [*(pytest.param(arch, marks=pytest.mark.soak) for arch in ARCHS if arch != 90), 90])
-def test_wkv7_takes_what_the_table_says(arch: int, tmp_path: Path) -> None:
+def test_wkv7_takes_what_the_table_says(arch: int, cache: Path) -> None:
     """Measures triton_v1 for the most common head size and dtype, and in make soak for all of them."""
     version, table = triton_resources.read_table()
     heads = triton_resources.HEADS if arch != 90 else ("64,bfloat16",)
-    for kernel, taken in triton_resources.measure(arch, heads, tmp_path).items():
+    for kernel, taken in triton_resources.measure(arch, heads, cache).items():
         assert kernel in table, f"{kernel} is not in the table: {triton_resources.WRITE}"
         if version == triton_resources.version():
             exceeds = [now > before for now, before in zip(taken, table[kernel], strict=True)]
