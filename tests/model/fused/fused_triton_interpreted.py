@@ -10,6 +10,7 @@ import test_fused_c
 import test_loss
 import torch
 from fused_backends import CASES, check_training
+from implementations import in_soak
 from models import each_generation, small_model, tokens
 from torch import Tensor
 from triton_interpreter import speed_up_interpreter
@@ -20,6 +21,7 @@ from rwkv.model.fused import triton as fused_triton
 from rwkv.model.loss import IGNORED, head_loss
 from rwkv.model.rwkv7 import fused_triton as rwkv7_triton
 
+SHAPES = (1, 1, 1, 8), (2, 5, 3, 8), (3, 4, 1, 64), (1, 3, 2, 128)               # (B, T, H, N)
 speed_up_interpreter()
 
 
@@ -33,8 +35,9 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_triton, "MAX_BLOCK", 8)
 
 
-@test_fused_c.DTYPES
-@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (2, 5, 3, 8), (3, 4, 1, 64), (1, 3, 2, 128)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), [
+    *((shape, torch.float32) for shape in SHAPES), (SHAPES[1], torch.bfloat16),
+    *in_soak(*(pytest.param(shape, torch.bfloat16) for shape in SHAPES if shape != SHAPES[1]))], ids=str)
 def test_each_function_computes_the_formulas(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
     torch.manual_seed(0)
     for name, (function, inputs) in test_fused_c.cases(dtype, *shape).items():
@@ -46,8 +49,8 @@ def relative_errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> d
     return {name: float((actual[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)) for name in expected}
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "half"), [*((case, False) for case in CASES), (CASES[1], True),
+                                            *in_soak(pytest.param(CASES[0], True))], ids=str)
 @each_generation
 def test_whole_models_compute_the_formulas(generation: str, case: str, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 the interpreter truncates where a GPU rounds."""

@@ -30,9 +30,11 @@ def run_python(folder: Path, *command: Any, **variables: str) -> str:
     return done.stdout
 
 
-def test_under_the_interpreter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("marked", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
+def test_under_the_interpreter(marked: str, tmp_path: Path) -> None:
     """Values and gradients of each function and of whole models of both generations are correct."""
-    output = run_python(tmp_path, "-m", "pytest", TESTS / "fused_triton_interpreted.py", "--no-header", TRITON_INTERPRET="1")
+    output = run_python(tmp_path, "-m", "pytest", TESTS / "fused_triton_interpreted.py", "--no-header", "-m", marked,
+                        TRITON_INTERPRET="1")
     assert " passed" in output.splitlines()[-1] or "100%" in output, output
 
 
