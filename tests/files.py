@@ -24,9 +24,9 @@ SIZES: dict[str, dict[str, int]] = {"rwkv4": {}, "rwkv7": {"n_embd": 128, "head_
 each_held = pytest.mark.parametrize(("generation", "format"), HELD)
 
 
-def byte_model(path: Path, generation: str = "rwkv7", seed: int = 0) -> None:
-    """Writes a model with a vocabulary of bytes, of a size that every format supports, with its tokenizer."""
-    model = small_model(generation=generation, vocab_size=256, seed=seed, **SIZES[generation])
+def byte_model(path: Path, generation: str = "rwkv7", seed: int = 0, **sizes: int) -> None:
+    """Writes a model with a vocabulary of bytes and its tokenizer. Without `sizes`, every format supports its size."""
+    model = small_model(generation=generation, vocab_size=256, seed=seed, **{**SIZES[generation], **sizes})
     model.save_pretrained(path, ByteTokenizer())
 
 

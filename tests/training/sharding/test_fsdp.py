@@ -50,9 +50,11 @@ from rwkv.training.run.opening import open_run
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.exports import tuned_files
 
-COMMON = ("debug=fast", "data.cache_dir=cache", "data.batch_size=4", "trainer.max_steps=20", "trainer.val_every=10",
-          "trainer.checkpoint_every=10", "trainer.log_every=1", "trainer.sample_tokens=3", "logger=csv", "optim.warmup_steps=0",
+COMMON = ("debug=fast", "data.cache_dir=cache", "data.batch_size=4", "trainer.max_steps=8", "trainer.val_every=4",
+          "trainer.checkpoint_every=4", "trainer.log_every=1", "trainer.sample_tokens=3", "logger=csv", "optim.warmup_steps=0",
           "model.ctx_len=32")
+HALF = 4                                 # the step of a run's first checkpoint
+LONGER = ("trainer.max_steps=20", "trainer.val_every=10", "trainer.checkpoint_every=10")
 TEXT = (*COMMON, "data=text", "data.path=text.txt", "data.val_fraction=0.1", "model.n_layer=2", "model.n_embd=32")
 CHAT = (*COMMON, "data=chat", "data.path=pairs.jsonl", "init_from=base7.safetensors", "optim.lr=1e-3", "tune.guard=null",
         "tune.objective=dpo", "model.ctx_len=128")
@@ -93,7 +95,7 @@ def run_in_processes(count: int, function: Callable[..., None], *arguments: Any)
 
 def write_tuning_files(folder: Path) -> None:
     for generation in ("rwkv4", "rwkv7"):
-        byte_model(folder / f"base{generation[-1]}.safetensors", generation)
+        byte_model(folder / f"base{generation[-1]}.safetensors", generation, n_layer=2, n_embd=64)
     pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     talks = [{"prompt": f"{n} and one?", "completion": f"{n + 1}"} for n in range(24)]
@@ -126,23 +128,23 @@ def test_two_processes_have_the_losses_and_norms_of_one(runs: Path, name: str) -
 # Checkpoints
 
 
-def copy_at_step_10(runs: Path, run: str, name: str) -> None:
-    """Copies a run as it was when only the checkpoint of step 10 was complete."""
+def copy_halfway(runs: Path, run: str, name: str, step: int = HALF) -> None:
+    """Copies a run as it was when only the checkpoint of the given step was complete."""
     shutil.copytree(runs / run, runs / name)
     checkpoints = runs / name / "checkpoints"
     remove(checkpoints / "last.ckpt")
     (checkpoints / "last-1.ckpt").rename(checkpoints / "last.ckpt")
-    assert read_checkpoint(checkpoints / "last.ckpt").step == 10
+    assert read_checkpoint(checkpoints / "last.ckpt").step == step
 
 
 @pytest.fixture(scope="module")
 def continued_runs(runs: Path) -> Path:
-    """Returns the folder, with runs of the case rwkv7 that were continued at step 10.
+    """Returns the folder, with runs of the case rwkv7 that were continued from their first checkpoint.
 
-    A name such as one-two gives the number of processes before and after step 10.
+    A name such as one-two gives the number of processes before and after it.
     """
     for name in ("two-two", "one-two", "two-one"):
-        copy_at_step_10(runs, f"rwkv7-{name.partition('-')[0]}", name)
+        copy_halfway(runs, f"rwkv7-{name.partition('-')[0]}", name)
     run_in_processes(2, train_cases, runs, [(f"out_dir={name}", "resume=auto", "trainer=fsdp", "trainer.devices=2")
                                             for name in ("two-two", "one-two")])
     result = done_here(runs, "train", "out_dir=two-one", "resume=auto", "trainer.strategy=single", "trainer.devices=1")
@@ -205,7 +207,7 @@ def test_a_damaged_shard_is_noticed_and_the_checkpoint_before_it_taken(runs: Pat
         read_checkpoint(last)
     checkpoint = newest_sound_checkpoint(tmp_path / "run")
     assert checkpoint is not None
-    assert checkpoint.step == 10
+    assert checkpoint.step == HALF
     assert "damaged.ckpt" in capsys.readouterr().err
     shard = next((last.parent / "last-1.ckpt").glob("*.safetensors"))
     shard.unlink()
@@ -263,6 +265,7 @@ MATRIX |= {f"{generation}-{optim}-{method}": (*TALK, *tuned, *options, f"init_fr
            for generation in ("rwkv4", "rwkv7") for optim, options in OPTIMISERS.items() for method, tuned in TUNED.items()
            if (generation, method) != ("rwkv4", "state")}
 MATRIX["fp16"] = (*TEXT, *RWKV7, "trainer.precision=fp16-mixed")
+MATRIX = {name: (*case, *LONGER) for name, case in MATRIX.items()}
 FOUR = ("trainer.devices=4", *CPU)
 
 
@@ -294,7 +297,7 @@ def test_four_processes_have_the_losses_of_one(matrix: Path, name: str) -> None:
 def test_fewer_processes_continue_what_four_have_saved(folder: Path) -> None:
     run_in_processes(4, train_cases, folder, [(*MATRIX["rwkv7-normuon"], "trainer=fsdp", *FOUR, "out_dir=four")])
     for name in ("four-four", "four-two", "four-one"):
-        copy_at_step_10(folder, "four", name)
+        copy_halfway(folder, "four", name, step=10)
     run_in_processes(4, train_cases, folder, [("out_dir=four-four", "resume=auto", "trainer=fsdp", "trainer.devices=4")])
     run_in_processes(2, train_cases, folder, [("out_dir=four-two", "resume=auto", "trainer=fsdp", "trainer.devices=2")])
     result = done_here(folder, "train", "out_dir=four-one", "resume=auto", "trainer.strategy=single", "trainer.devices=1")
@@ -368,7 +371,7 @@ def test_torchrun_starts_a_run_again_after_a_kill(folder: Path) -> None:
     """torchrun continues from the last complete checkpoint, to the bit."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1",
                 "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
-    case = (*CASES["rwkv4"], "trainer.checkpoint_every=2", "trainer=fsdp", *CPU, "resume=auto")
+    case = (*CASES["rwkv4"], *LONGER, "trainer.checkpoint_every=2", "trainer=fsdp", *CPU, "resume=auto")
     run_in_processes(2, train_cases, folder, [(*case, "trainer.devices=2", "out_dir=uninterrupted")])
     process = subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *case, "out_dir=restarted"], cwd=folder,
                                env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
