@@ -89,14 +89,15 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
             outcome.set_exception(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
     try:
+        thread.start()                   # a signal may arrive before it returns, when the thread already runs
         while thread.is_alive():         # without a timeout, join() would miss a signal just before the wait
             thread.join(POLL_SECONDS)
         outcome.result()
     except KeyboardInterrupt:
         interrupted.set()
-        thread.join(1.0)
+        if thread.is_alive():
+            thread.join(1.0)
         raise
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -115,6 +116,22 @@ def test_a_wait_for_a_library_that_heeds_no_signal_is_ended() -> None:
         with pytest.raises(KeyboardInterrupt):
             consume_interruptibly(itertools.count(), work)
         awake.set()
+
+
+def test_an_interruption_while_the_thread_starts_leaves_no_thread_behind() -> None:
+    """Such a thread would compute until the process ends, and hold up all others."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {*threading.enumerate()}
+    for _ in range(30):
+        def interrupting_items() -> Iterator[int]:
+            send(signal.SIGINT)
+            yield from itertools.count()
+
+        with pytest.raises(KeyboardInterrupt):
+            consume_interruptibly(interrupting_items(), lambda items: deque(items, maxlen=0))
+    for thread in {*threading.enumerate()} - before:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def test_the_error_of_the_work_is_raised() -> None:
