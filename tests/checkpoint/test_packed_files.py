@@ -74,7 +74,7 @@ def test_it_is_the_model_that_is_rounded_when_loaded(tmp_path: Path, generation:
 
 @each_dtype
 def test_auto_is_the_dtype_of_the_file_and_a_line_says_so(tmp_path: Path, dtype: str) -> None:
-    _, path = write_packed(tmp_path, "rwkv7", dtype, **WIDE)
+    _, path = write_packed(tmp_path, "rwkv7", dtype, **WIDE, vocab_size=256)
     for chosen in ("auto", None):
         config = SavedModelConfig(checkpoint=str(path), tokenizer="byte", device="cpu", dtype=chosen)
         checkpoint = open_checkpoint(config)

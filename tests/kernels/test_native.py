@@ -337,7 +337,7 @@ def test_a_field_in_c_alone_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_cpu_without_the_instructions_takes_another_kernel(unavailable: pytest.MonkeyPatch) -> None:
     class Old:
-        def timemix_level(self) -> int:
+        def timemix_levels(self) -> int:
             return 0
 
     unavailable.setattr(native, "_library", Old)
