@@ -90,10 +90,11 @@ $(READY_TO_TEST): $(INSTALLED)
 	$(PIP) -e ".[dev]"
 	touch $@
 
-$(LLAMA)/installed: constraints.txt      # llama.cpp is built from source: minutes, with cmake and a C++ compiler
+# llama.cpp is built from source: minutes, with cmake and a C++ compiler; CMAKE_ARGS= adds options of cmake
+$(LLAMA)/installed: constraints.txt
 	$(PYTHON) -m venv $(LLAMA)
-	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF $(CMAKE_ARGS)" $(LLAMA)/bin/python -m pip install -q --disable-pip-version-check \
-		-c constraints.txt --no-binary llama-cpp-python llama-cpp-python
+	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF $(CMAKE_ARGS)" $(LLAMA)/bin/python -m pip install -q \
+		--disable-pip-version-check -c constraints.txt --no-binary llama-cpp-python llama-cpp-python
 	touch $@
 
 $(LLAMA)/llama-server: $(LLAMA)/installed        # from the same source, without the web page, which cmake would download

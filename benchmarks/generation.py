@@ -108,7 +108,7 @@ def compare(programs: dict[tuple[str, str], list[str]]) -> tuple[list[Row], list
     seconds: dict[tuple[str, str], dict[str, list[float]]] = {}
     errors = []
     with ExitStack() as running:
-        for turn in range(ROUNDS + 1):   # the first one starts the programs
+        for turn in range(ROUNDS + 1):   # the first turn starts the programs
             for key, command in programs.items():
                 try:
                     if turn == 0:

@@ -96,7 +96,7 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
         outcome.result()
     except KeyboardInterrupt:
         interrupted.set()
-        if thread.is_alive():
+        if thread.is_alive():            # join() fails if start() has been interrupted
             thread.join(1.0)
         raise
 

@@ -121,17 +121,22 @@ def test_a_wait_for_a_library_that_heeds_no_signal_is_ended() -> None:
 def test_an_interruption_while_the_thread_starts_leaves_no_thread_behind() -> None:
     """Such a thread would compute until the process ends, and hold up all others."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    before = {*threading.enumerate()}
-    for _ in range(30):
-        def interrupting_items() -> Iterator[int]:
-            send(signal.SIGINT)
-            yield from itertools.count()
+    before, ended = {*threading.enumerate()}, threading.Event()
 
+    def interrupting_items() -> Iterator[int]:
+        send(signal.SIGINT)
+        while not ended.is_set():
+            yield 0
+
+    for _ in range(10):
         with pytest.raises(KeyboardInterrupt):
             consume_interruptibly(interrupting_items(), lambda items: deque(items, maxlen=0))
-    for thread in {*threading.enumerate()} - before:
-        thread.join(20)
-        assert not thread.is_alive()
+    try:
+        for thread in {*threading.enumerate()} - before:
+            thread.join(5)
+            assert not thread.is_alive()
+    finally:
+        ended.set()
 
 
 def test_the_error_of_the_work_is_raised() -> None:

@@ -335,6 +335,17 @@ def test_a_field_in_c_alone_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         native._size.cache_clear()
 
 
+def test_a_level_may_lack_the_one_before_it(unavailable: pytest.MonkeyPatch) -> None:
+    """Many CPUs with AVX-512 have no AVX-VNNI."""
+    class Library:
+        def timemix_levels(self) -> int:
+            return 0b1101
+
+    unavailable.setattr(native, "_library", Library)
+    unavailable.setattr(native, "_here", lambda: native.Target("x86_64", "linux"))
+    assert native.levels() == ("avx2", "avx512", "avx512bf16")
+
+
 def test_a_cpu_without_the_instructions_takes_another_kernel(unavailable: pytest.MonkeyPatch) -> None:
     class Old:
         def timemix_levels(self) -> int:
