@@ -35,6 +35,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 rwkv4_in_soak = pytest.mark.parametrize("generation", ["rwkv7", pytest.param("rwkv4", marks=pytest.mark.soak)])
 LONGEST_PROMPT = 33                      # tokens of a prompt that one graph reads
 LENGTHS = 3, 4, 3, 6, 3                  # tokens of generated texts
+CLOSE = 2e-6     # relative error; PyTorch's step differs from float64 by up to 6e-7, and NumPy's order of sums depends on the CPU
 speed_up_interpreter()
 
 
@@ -104,12 +105,12 @@ def test_rows_that_join_and_leave_are_pytorchs_in_float64(generation: str) -> No
             each.join(model.empty_state(join))
         joined += join
         read = tokens(model, B=joined, T=1)[:, 0]
-        assert error(decoder.step(read), reference.step(read)) < 1e-6
+        assert error(decoder.step(read), reference.step(read)) < CLOSE
         for each in (decoder, reference):
             each.keep([row for row in range(joined) if row not in leave])
         joined -= len(leave)
         for mine, theirs in zip(decoder.state(), reference.state(), strict=True):
-            torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=CLOSE)
 
 
 @pytest.mark.parametrize(("C", "N"), [(64, 64), (128, 128), (48, 24)])
@@ -117,7 +118,7 @@ def test_heads_of_other_sizes(C: int, N: int) -> None:
     model = model_of("rwkv7", n_layer=1, n_embd=C, head_size=N)
     decoder, reference = GpuDecoder(model, model.empty_state(1)), Decoder(exact(model), model.empty_state(1))
     for token in (3, 7):
-        assert error(decoder.step(torch.tensor([token])), reference.step(torch.tensor([token]))) < 1e-6
+        assert error(decoder.step(torch.tensor([token])), reference.step(torch.tensor([token]))) < CLOSE
 
 
 @each_generation
@@ -224,7 +225,7 @@ def test_decoders_of_one_model_share_slots_and_not_rows(generation: str) -> None
     assert torch.equal(logits, before)
     expected = Decoder(model, model.empty_state(2))
     expected.step(torch.tensor([1, 2]))
-    assert error(one.step(torch.tensor([6, 7])), expected.step(torch.tensor([6, 7]))) < 1e-6
+    assert error(one.step(torch.tensor([6, 7])), expected.step(torch.tensor([6, 7]))) < CLOSE
     step = one._step
     in_use = len(step.states) - 1 - len(step._free)
     del other
