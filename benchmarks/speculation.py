@@ -6,7 +6,7 @@ Measures speculative decoding on a CPU, as the option draft= does it.
 Without --draft, the program times a pass over 1, 4, 5 or 8 proposed tokens of one sequence, with the logits and the state after
 each token, by default at the 1.5b and 7.2b shapes with random weights. Models of two and four layers are timed alternately, and
 the time of all layers is extrapolated. `cost` is the time of an additional token relative to a step, pass_cost in
-rwkv/generation/speculation.py.
+rwkv/generation/proposal_cost.py.
 
 With --draft, the program continues pieces of TEXT at temperatures 0 and 1, alternately with and without a draft (ngram, or a
 checkpoint). It measures tokens per second, the fraction of proposed tokens that were accepted, and tokens per pass. The program

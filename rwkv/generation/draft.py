@@ -16,6 +16,7 @@ import torch
 from rwkv.config import DRAFT_TOKENS
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder
+from rwkv.generation.proposal_cost import ProposalCost
 from rwkv.generation.row import Row
 from rwkv.generation.sampling import Penalties, draw_function_on, queue_tokens
 from rwkv.model.base import Model, n_parameters
@@ -33,11 +34,11 @@ class Draft(Protocol):
     """An object that proposes tokens.
 
     Attributes:
-        cost: the time to propose one token, as a fraction of the time of a model step.
+        cost: what a proposed token costs; it is kept with the draft, so that each new Engine knows the times measured before.
         most_tokens: the largest number of tokens proposed per pass.
     """
 
-    cost: float
+    cost: ProposalCost
     most_tokens: int
 
     def propose(self, row: Row, n: int) -> list[int]:
@@ -51,9 +52,8 @@ class NGram:
     tokens are repeated.
     """
 
-    cost = 0.0
-
     def __init__(self, most_tokens: int = DRAFT_TOKENS) -> None:
+        self.cost = ProposalCost(0.0)
         self.most_tokens = most_tokens
         self._ids: WeakKeyDictionary[Row, array[int]] = WeakKeyDictionary()
         self._drawn: WeakKeyDictionary[Row, int] = WeakKeyDictionary()       # counts the row's generated tokens in _ids
@@ -108,7 +108,7 @@ class ModelDraft:
         if reason := why_not(model):
             raise UserError(f"a draft model requires the C kernels, which cannot run this draft model: {reason}")
         sizes = [n_parameters(each.config, each.vocab_size) for each in (model, target)]
-        self.cost = STEP_OVERHEAD * sizes[0] / sizes[1]
+        self.cost = ProposalCost(STEP_OVERHEAD * sizes[0] / sizes[1])
         self.most_tokens = most_tokens
         self._model = model
         self._vocab_size = tokenizer.vocab_size

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -209,6 +210,8 @@ class Engine:
         if self._steps % self._watch_interval == 0 and not self._weights.unchanged():
             self._reload_weights()
         self._drop_finished()
+        timed = self._speculation is not None and self.speculates and self._drawn is not None and not self._prefills
+        began = perf_counter()
         self._step_decoder(speculate=True)
         self._advance_prefills()
         pieces: dict[int, str] = {}
@@ -217,7 +220,10 @@ class Engine:
             for index, piece in self._draw_next(positions):
                 pieces[index] = pieces.get(index, "") + piece
             positions = [position for position, ahead in self._ahead.items() if self._accept(position, ahead)]
+        proposed = sum(len(ahead.draft) for ahead in self._ahead.values())
         self._drop_ahead()
+        if timed and self._speculation is not None:
+            self._speculation.record_time(len(self._rows), proposed, perf_counter() - began)
         return [*pieces.items()]
 
     def _draw_next(self, positions: Sequence[int]) -> list[tuple[int, str]]:

@@ -5,19 +5,19 @@ a draft. The pass ends for the row when the row draws a different token than the
 after the last accepted token. Logits and states are bit for bit those of single steps (rwkv/model/decoding), so a draft changes
 no sequence, and a rejected token leaves no trace.
 
-The number of proposed tokens k follows from an estimate. A pass that reads n tokens, counted over all rows, is assumed to take
-1 + pass_cost (n - 1) times as long as a step. If each proposal is right with probability p, k proposals yield 1 + p + ... + p^k
-tokens on average. Each row estimates p from its last passes, starting at FIRST_P, and k is chosen to yield the most tokens per
-unit of time. If the gain is below LEAST_GAIN, the row's draft pauses for FIRST_PAUSE tokens, and then proposes TRIED tokens.
-The draft resumes if all of these are right; otherwise the next pause is twice as long. With more than MOST_ROWS rows nothing is
-proposed, because the tokens of so many rows already share the cost of reading the weights.
+The number of proposed tokens k follows from an estimate. A pass with k proposals takes 1 + c k times as long as a step, where c
+is measured while generating (proposal_cost.py). If each proposal is right with probability p, k proposals yield
+1 + p + ... + p^k tokens on average. Each row estimates p from its last passes, starting at FIRST_P, and k is chosen to yield
+the most tokens per unit of time. If the gain is below LEAST_GAIN, the row's draft pauses for FIRST_PAUSE tokens, and then
+proposes TRIED tokens. The draft resumes if all of these are right; otherwise the next pause is twice as long. With more than
+MOST_ROWS rows nothing is proposed, because the tokens of so many rows already share the cost of reading the weights.
 """
 
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from kernels import native
 from rwkv.generation.draft import Draft
+from rwkv.generation.proposal_cost import ProposalCost
 from rwkv.generation.row import Row
 
 MOST_ROWS = 4                            # most rows in the batch for which tokens are proposed
@@ -27,25 +27,13 @@ PRIOR_TOKENS = 4.0                       # FIRST_P weighs as much as this many p
 LEAST_GAIN = 1.05
 FIRST_PAUSE = 32                         # tokens
 TRIED = 2                                # number of tokens proposed after a pause
-LARGEST_COST = 0.5                       # limit of Draft.cost: above it, even a draft that is always right gains little
-
-
-def pass_cost() -> float:
-    """Returns the time that an additional token of a pass may take, relative to a step.
-
-    With the 1.5b model it was 0.03 to 0.1 with AVX-512, and with AVX2 0.18 to 0.35 in int8 and int4; 8 rows in GGUF's blocks
-    suggest 0.4 there (docs/log.md, "Drafts"). Other CPUs have not been measured.
-    """
-    return 0.2 if (native.level() or "").startswith("avx512") else 0.4
+LARGEST_DRAFT_COST = 0.5                 # of a model step: above it, even a draft that is always right gains little
 
 
 class Pace:
-    """Decides how many tokens to propose for one row, at most `most`. The rule is in the module's docstring.
+    """Decides how many tokens to propose for one row, at most `most`. The rule is in the module's docstring."""
 
-    `cost` is as in Draft.
-    """
-
-    def __init__(self, most: int, cost: float) -> None:
+    def __init__(self, most: int, cost: ProposalCost) -> None:
         self._most = most
         self._cost = cost
         self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
@@ -58,7 +46,7 @@ class Pace:
 
         During a pause, each call with at most MOST_ROWS rows counts as one token.
         """
-        if rows > MOST_ROWS:
+        if rows > MOST_ROWS or self._cost.needs_step(rows):
             return 0
         if self._wait:
             self._wait -= 1
@@ -81,13 +69,12 @@ class Pace:
 
     def _best(self, rows: int) -> int:
         p = self._accepted / self._proposed
-        each = pass_cost()
-        price = rows * (each + self._cost) / (1 + each * (rows - 1))         # of one proposal per row, in passes
+        cost = self._cost.relative(rows)
         gains = {0: LEAST_GAIN}
         tokens = 1.0
         for k in range(1, self._most + 1):
             tokens += p ** k
-            gains[k] = tokens / (1 + price * k)
+            gains[k] = tokens / (1 + cost * k)
         return max(gains, key=gains.__getitem__)
 
 
@@ -107,6 +94,11 @@ class Speculation:
         row.proposed_tokens += proposed
         row.accepted_tokens += accepted
         self._paces[row].record(proposed, accepted, rejected=row.unfinished and accepted < proposed)
+
+    def record_time(self, rows: int, proposed: int, seconds: float) -> None:
+        """Records the time of a pass with this many rows, for which `proposed` tokens were proposed in total."""
+        if rows <= MOST_ROWS:
+            self._draft.cost.record(rows, proposed, seconds)
 
     def _proposal(self, row: Row, rows: int) -> list[int]:
         pace = self._paces.get(row)

@@ -10,7 +10,7 @@ from rwkv.checkpoint.option_files import errors_of
 from rwkv.config import MIB, NGRAM, DraftedConfig
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft, ModelDraft, NGram
-from rwkv.generation.speculation import LARGEST_COST, LEAST_GAIN, MOST_ROWS
+from rwkv.generation.speculation import LARGEST_DRAFT_COST, LEAST_GAIN, MOST_ROWS
 from rwkv.io.lines import wrap_text
 from rwkv.model.base import Model, state_nbytes
 from rwkv.model.decoding.c_step import why_not
@@ -53,9 +53,9 @@ class OpenDraft(NamedTuple):
                 return None, f"{self.name}, ignored: the draft cannot use the compiled decoding step ({reason})"
             draft = ModelDraft(draft_model, model, self.tokenizer, self.most_tokens)
             weights = weights_nbytes(self.checkpoint, self.dtype)
-        if draft.cost > LARGEST_COST:
-            return None, (f"{self.name}, ignored: the draft's step takes about {draft.cost:.0%} of the time of the model's "
-                          "step. Use a smaller draft")
+        if (cost := draft.cost.draft_cost) > LARGEST_DRAFT_COST:
+            return None, (f"{self.name}, ignored: the draft's step takes about {cost:.0%} of the time of the model's step. Use "
+                          "a smaller draft")
         memory = weights + MOST_ROWS * (1 + self.most_tokens) * state_nbytes(model.config)
         return draft, (f"{draft}: up to {self.most_tokens} tokens per pass, in up to {memory / MIB:,.0f} MiB; pauses while it "
                        f"gains less than {LEAST_GAIN - 1:.0%}, and with more than {MOST_ROWS} sequences")

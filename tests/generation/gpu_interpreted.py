@@ -35,7 +35,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 rwkv4_in_soak = pytest.mark.parametrize("generation", ["rwkv7", pytest.param("rwkv4", marks=pytest.mark.soak)])
 LONGEST_PROMPT = 33                      # tokens of a prompt that one graph reads
 LENGTHS = 3, 4, 3, 6, 3                  # tokens of generated texts
-CLOSE = 2e-6     # relative error; PyTorch's step differs from float64 by up to 6e-7, and NumPy's order of sums depends on the CPU
+CLOSE = 2e-6     # relative error; PyTorch's step differs from float64 by up to 6e-7, and NumPy's sums depend on the CPU
 speed_up_interpreter()
 
 

@@ -13,37 +13,46 @@ from models import in_format, saying, small_model
 from kernels import native
 from rwkv.config import Sampling
 from rwkv.errors import UserError
-from rwkv.generation import speculation
+from rwkv.generation import proposal_cost
 from rwkv.generation.decoder import CDecoder
 from rwkv.generation.draft import Draft, ModelDraft, NGram, continuation
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.prefix_cache import PrefillResult, PrefixCache
+from rwkv.generation.proposal_cost import FEWEST_PASSES, PASSES, REFRESH, STEPS, ProposalCost
 from rwkv.generation.request import Request
 from rwkv.generation.row import NO_TOKEN, Row
-from rwkv.generation.speculation import MOST_ROWS, Pace
+from rwkv.generation.speculation import MOST_ROWS, Pace, Speculation
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-PASS_COST = speculation.pass_cost        # which cheap_passes replaces
+PASS_COST = proposal_cost.pass_cost      # which cheap_passes replaces
 N = 24                                   # each sequence has at most this many tokens
 
 
 @pytest.fixture(autouse=True)
 def cheap_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the number of proposed tokens the same on all CPUs."""
-    monkeypatch.setattr(speculation, "pass_cost", lambda: 0.2)
+    """Makes the number of proposed tokens the same on all CPUs and at all speeds."""
+    monkeypatch.setattr(proposal_cost, "pass_cost", lambda: 0.2)
+    monkeypatch.setattr(Speculation, "record_time", lambda *_: None)
+    monkeypatch.setattr(ProposalCost, "needs_step", lambda *_: False)
+
+
+@pytest.fixture
+def measured_costs(monkeypatch: pytest.MonkeyPatch, cheap_passes: None) -> None:
+    """Makes speculation measure the cost of proposals, as it does outside these tests."""
+    monkeypatch.undo()
+    monkeypatch.setattr(proposal_cost, "pass_cost", lambda: 0.2)
 
 
 class Random:
     """A draft that proposes the row's next token with probability `right`, and otherwise a random token."""
 
-    cost = 0.0
-
     def __init__(self, texts: dict[int, list[int]], right: float = 0.5, seed: int = 0, most_tokens: int = 6) -> None:
+        self.cost = ProposalCost(0.0)
         self.texts = texts               # maps a row's index to the ids that it draws without a draft
         self.right = right
         self.most_tokens = most_tokens
@@ -62,7 +71,7 @@ def model_in(format: str = "float32", generation: str = "rwkv7", seed: int = 0) 
 def draft_model(model: RWKV, target: RWKV) -> ModelDraft:
     """Returns `model` as a draft whose cost is that of a smaller model."""
     draft = ModelDraft(model, target, BYTES)
-    draft.cost = 0.01
+    draft.cost = ProposalCost(0.01)
     return draft
 
 
@@ -358,10 +367,11 @@ def test_a_pass_costs_less_with_avx512(level: str | None, expected: float, monke
     assert PASS_COST() == expected
 
 
-def simulate_pace(right: Callable[[int], bool], n: int, cost: float = 0.0, rows: int = 1) -> tuple[int, float, int]:
-    """Returns the number of drawn tokens, their time in steps by the rule, and the last number of proposals.
+def simulate_pace(right: Callable[[int], bool], n: int, cost: ProposalCost, seconds: float = 0.2,
+                  rows: int = 1) -> tuple[int, float, int]:
+    """Returns the number of drawn tokens, their time in steps, and the last number of proposals.
 
-    `right(i)` says whether the draft would propose the right token i.
+    `right(i)` says whether the draft would propose the right token i. A step takes a second, and each proposed token `seconds`.
     """
     pace, drawn, time, k = Pace(8, cost), 0, 0.0, 0
     while drawn < n:
@@ -369,49 +379,95 @@ def simulate_pace(right: Callable[[int], bool], n: int, cost: float = 0.0, rows:
         accepted = 0
         while accepted < k and right(drawn + accepted):
             accepted += 1
-        time += 1 + (speculation.pass_cost() + cost) * k
+        time += 1 + seconds * k
+        cost.record(rows, rows * k, 1 + seconds * k)
         drawn += 1 + accepted
         if k:
             pace.record(k, accepted, rejected=accepted < k)
     return drawn, time, k
 
 
-@pytest.mark.parametrize("pass_cost", [0.4, 0.2])
-@pytest.mark.parametrize("cost", [0.0, 0.16, 0.4])
-def test_without_luck_a_draft_costs_at_most_three_percent(cost: float, pass_cost: float,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "pass_cost", lambda: pass_cost)
-    for n in (200, 2000):
-        drawn, time, _ = simulate_pace(lambda i: False, n, cost)
+def some_right(p: float, n: int) -> Callable[[int], bool]:
+    draw = random.Random(0)
+    return [draw.random() < p for _ in range(n)].__getitem__
+
+
+@pytest.mark.parametrize("estimate", [0.0, 0.16, 0.4])
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.8])
+def test_without_luck_a_draft_costs_at_most_three_percent(seconds: float, estimate: float, measured_costs: None) -> None:
+    """The estimate of the draft's cost may be wrong."""
+    for n in (400, 2000):
+        drawn, time, _ = simulate_pace(lambda i: False, n, ProposalCost(estimate), seconds)
         assert drawn / time >= 0.97
 
 
-@pytest.mark.parametrize(("pass_cost", "at_80_percent", "always_right"), [(0.4, 1.2, 2), (0.2, 1.5, 3)])
-def test_more_is_proposed_the_more_is_accepted(pass_cost: float, at_80_percent: float, always_right: float,
-                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "pass_cost", lambda: pass_cost)
-    draw = random.Random(0)
-    gains = []
-    for p in (0.1, 0.6, 0.8, 0.95, 1.0):
-        right = [draw.random() < p for _ in range(4100)]
-        drawn, time, _ = simulate_pace(right.__getitem__, 4000)
-        gains.append(drawn / time)
-    assert gains == sorted(gains)
-    assert gains[0] > 0.95
-    assert gains[2] > at_80_percent
-    assert gains[-1] > always_right
-    assert simulate_pace(lambda i: True, 200)[2] == 8
+@pytest.mark.parametrize("p", [0.25, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("seconds", [0.05, 0.3, 0.6, 1.0])
+def test_a_wrong_estimate_of_the_cost_is_corrected(seconds: float, p: float, measured_costs: None) -> None:
+    """A draft whose proposals cost more than they gain is dropped, and one that costs less than was estimated is used."""
+    cost = ProposalCost(0.0)
+    drawn, time, _ = simulate_pace(some_right(p, 5000), 4000, cost, seconds)
+    best = max(sum(p ** i for i in range(k + 1)) / (1 + seconds * k) for k in range(9))
+    assert drawn / time > max(0.97, 0.85 * best if p >= 0.5 else 0.0)
+
+
+def test_more_is_proposed_the_more_is_accepted() -> None:
+    for seconds, at_80_percent, always_right in ((0.4, 1.2, 2), (0.2, 1.5, 3)):
+        gains = []
+        for p in (0.1, 0.6, 0.8, 0.95, 1.0):
+            drawn, time, _ = simulate_pace(some_right(p, 4100), 4000, ProposalCost(0.0), seconds)
+            gains.append(drawn / time)
+        assert gains == sorted(gains)
+        assert gains[0] > 0.95
+        assert gains[2] > at_80_percent
+        assert gains[-1] > always_right
+    assert simulate_pace(lambda i: True, 200, ProposalCost(0.0))[2] == 8
 
 
 def test_a_text_that_becomes_predictable_is_noticed() -> None:
-    drawn, time, last = simulate_pace(lambda i: i > 300, 1000)
+    drawn, time, last = simulate_pace(lambda i: i > 300, 1000, ProposalCost(0.0))
     assert last == 8
     assert drawn / time > 1.4
 
 
+def test_the_cost_of_a_proposal_is_the_median_of_recent_times(measured_costs: None) -> None:
+    cost = ProposalCost(0.1)
+    assert cost.relative(1) == pytest.approx(0.3)
+    assert cost.relative(2) == pytest.approx(2 * 0.3 / 1.2)
+    for _ in range(STEPS):
+        assert cost.needs_step(1)
+        cost.record(1, 0, 10.0)
+    assert not cost.needs_step(1)
+    for seconds in (90.0, *[18.0] * FEWEST_PASSES):
+        cost.record(1, 4, seconds)       # the first one takes much longer, as when kernels are prepared
+    assert cost.relative(1) == pytest.approx(0.2)
+    assert cost.needs_step(2)
+    for _ in range(STEPS):
+        cost.record(2, 0, 16.0)
+    assert cost.relative(2) == pytest.approx(0.25)       # two proposals of 2 s, and steps of 16 s
+    for _ in range(REFRESH):
+        assert not cost.needs_step(2)
+        cost.record(2, 4, 24.0)
+    assert cost.needs_step(2)
+
+
+@in_c
+def test_the_engine_measures_the_cost(measured_costs: None) -> None:
+    model = model_in()
+    draft = Random({}, 0.0)
+    row, = results(model, [Request("ab", 0, StoppingCriteria(100), Sampling(banned=(0,)))], draft)
+    assert row.proposed_tokens
+    assert not draft.cost.needs_step(1)
+    assert draft.cost.needs_step(2)
+    for _ in range(PASSES):
+        draft.cost.record(1, 1, 1e9)
+    row, = results(model, [Request("ab", 0, StoppingCriteria(100), Sampling(banned=(0,)))], draft)
+    assert 0 < row.proposed_tokens < 10                  # one proposal after each pause
+
+
 def test_many_rows_have_no_draft() -> None:
-    assert Pace(8, 0.0).n_tokens(MOST_ROWS + 1) == 0
-    fewer = [Pace(8, 0.0).n_tokens(rows) for rows in range(1, 5)]
+    assert Pace(8, ProposalCost(0.0)).n_tokens(MOST_ROWS + 1) == 0
+    fewer = [Pace(8, ProposalCost(0.0)).n_tokens(rows) for rows in range(1, 5)]
     assert fewer == sorted(fewer, reverse=True)
     model = model_in()
     requests = [Request("abab", seed, StoppingCriteria(N)) for seed in range(MOST_ROWS + 1)]

@@ -58,7 +58,7 @@ def test_the_text_is_the_same_and_a_line_says_what_was_accepted(run: Run) -> Non
         assert ("ignored" in error) != proposes
         if draft in ("ngram", "small.pth"):
             accepted, proposed = error.split(" accepted")[0].split(", ")[-1].split(" of ")
-            assert int(accepted) == int(proposed.split()[0]) > 20
+            assert int(accepted) == int(proposed.split()[0]) > 0
 
 
 @pytest.mark.usefixtures("files")
@@ -143,6 +143,6 @@ def test_a_server_counts_what_was_accepted(files: Path) -> None:
             accepted = server.metric("timemix_accepted_tokens_total")
             assert accepted <= server.metric("timemix_proposed_tokens_total")
             assert ("draft " in server.log) == bool(options)
-            assert (accepted > 20) == bool(options)
+            assert (accepted > 0) == bool(options)
     assert texts[0] == texts[1]
     assert len(texts[0]) == 60

@@ -20,6 +20,7 @@ from rwkv.generation.engine import Engine
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.prefill import prefill
 from rwkv.generation.prefix_cache import PrefixCache
+from rwkv.generation.proposal_cost import ProposalCost
 from rwkv.generation.request import Request
 from rwkv.generation.row import Row
 from rwkv.generation.stopping import StoppingCriteria
@@ -101,7 +102,7 @@ def test_random_batches_are_the_same_with_any_draft(generation: str, format: str
         drafts: list[Draft] = [Random(good, draw.choice([0.5, 0.9, 1.0]), seed), NGram(draw.randrange(1, 9)),
                                ModelDraft(model, model, BYTES), ModelDraft(other, model, BYTES, 3)]
         for draft in drafts:
-            draft.cost = 0.01
+            draft.cost = ProposalCost(0.01)
             after = PrefixCache() if cached else None
             rows = run(model, requests, order, draft, after)
             try:
