@@ -46,10 +46,12 @@ class Pace:
 
         During a pause, each call with at most MOST_ROWS rows counts as one token.
         """
-        if rows > MOST_ROWS or self._cost.needs_step(rows):
+        if rows > MOST_ROWS:
             return 0
         if self._wait:
             self._wait -= 1
+            return 0
+        if self._cost.needs_step(rows):
             return 0
         return min(self._most, TRIED) if self._on_trial else self._best(rows)
 
