@@ -1,4 +1,6 @@
-"""python -m benchmarks.first_token [--repeats N] [--json FILE]: seconds from the start of generate.py to its first token.
+"""Measures the time from the start of generate.py to its first token.
+
+    python -m benchmarks.first_token [--repeats N] [--json FILE]
 
 Each measurement starts a new process, which reads a bfloat16 file in the shape of the 169M model and a short prompt. These
 processes alternate with a process that only imports torch and reads the file into memory, which is the lower bound. The table

@@ -1,9 +1,11 @@
-"""python -m benchmarks.fused_products [--shape L,C,V,B,T] [--generation rwkv7] [--precision bf16-mixed] [--steps 8]
+"""Compares fused operations of training that contain the matrix products with others that do not.
 
-Compares fused autograd functions of time and channel mixing that contain the matrix products, as in rwkv/model/rwkv4/fused.py
-and rwkv7/fused.py, with functions that contain only the operations between the products. Prints the time of a bare training
-step, and the memory of the activations that a forward pass saves. The steps of both alternate in one process on the same
-weights. The last line of standard output is the result as JSON.
+    python -m benchmarks.fused_products [--shape L,C,V,B,T] [--generation rwkv7] [--precision bf16-mixed] [--steps 8]
+
+The autograd functions of time and channel mixing in rwkv/model/rwkv4/fused.py and rwkv7/fused.py contain the products; the
+others contain only the operations between them. Prints the time of a bare training step, and the memory of the activations that
+a forward pass saves. The steps of both alternate in one process on the same weights. The last line of standard output is the
+result as JSON.
 """
 
 import time

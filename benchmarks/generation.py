@@ -1,5 +1,7 @@
-"""python -m benchmarks.generation [--generation rwkv7] [--shape L,C,V] [--zeros FRACTION] [--dtype ...] [--batch 1,8]
-                                [--prompt 512] [--json FILE]
+"""Measures prefill and decoding in each dtype, beside other programs.
+
+    python -m benchmarks.generation [--generation rwkv7] [--shape L,C,V] [--zeros FRACTION] [--dtype ...] [--batch 1,8]
+        [--prompt 512] [--json FILE]
 
 Measures tokens per second of prefill and decode, time to the first token, load time and peak memory for each dtype. Rates are
 compared with two limits, measured in the same run: the bytes that a step must read over this machine's read bandwidth, and the

@@ -1,6 +1,6 @@
-"""python -m benchmarks.generations [--only NAME] [--shakespeare FILE [--nanogpt FOLDER]] [--precision P] [--seeds N,...]
+"""Compares RWKV-7 and RWKV-4 after the same training time.
 
-Compares RWKV-7 and RWKV-4 after the same training time.
+    python -m benchmarks.generations [--only NAME] [--shakespeare FILE [--nanogpt FOLDER]] [--precision P] [--seeds N,...]
 
     stdlib              train.py's default run, with model=tiny and with model=rwkv7_tiny
     --shakespeare FILE  experiment=shakespeare_char on that text, with RWKV-4 and with RWKV-7 of the same width and depth

@@ -1,4 +1,6 @@
-"""python -m benchmarks.gpu_check OUT [--budget SECONDS] [--only PART,...] [--device cpu]: all checks of a GPU.
+"""Runs all checks and measurements of a GPU in ten minutes.
+
+    python -m benchmarks.gpu_check OUT [--budget SECONDS] [--only PART,...] [--device cpu]
 
 The program is made for a GPU machine that is available for only ten minutes. The parts run in order of value, each in a process
 with a time limit. A part that does not fit into the remaining budget is not started. Each measurement is written immediately as

@@ -1,8 +1,10 @@
-"""python -m benchmarks.in_place [--shape SHAPE] [--variants VARIANT,...] [--repeats N] [--json FILE]: starts from large files.
+"""Measures the first byte, memory and speed of large files that are used in place.
 
-Measures variants of a random model in a released shape: the size of the file, the seconds from the start of generate.py to the
-first output byte, the memory besides the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and the
-tokens per second after the first byte. The table shows medians. Runs on Linux only.
+    python -m benchmarks.in_place [--shape SHAPE] [--variants VARIANT,...] [--repeats N] [--json FILE]
+
+Variants of a random model in a released shape are compared: the size of the file, the seconds from the start of generate.py to
+the first output byte, the memory besides the mapped file (the peak of RssAnon, of which importing torch takes 0.15 GiB), and
+the tokens per second after the first byte. The table shows medians. Runs on Linux only.
 
     DTYPE            variant: a .safetensors file in this dtype
     DTYPE/pth        variant: a bfloat16 .pth file, converted to this dtype at each start

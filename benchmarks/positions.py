@@ -1,9 +1,10 @@
-"""python -m benchmarks.positions [--contexts T,...] [--widths C,...] [--tokens N,...] [--out FOLDER] [OPTION=VALUE ...]
+"""Measures the loss by position in the context for RWKV-4 and RWKV-7.
 
-Measures the loss by position in the context for RWKV-4 and RWKV-7. train.py runs for each architecture, width, context length
-and number of tokens, with the same recipe and 8,192 tokens per step. OPTION=VALUE are further options of train.py for all runs,
-such as data=text data.path=FILE. Each run has a folder in --out. A run whose folder has results is not trained again, so that
-the runs can be trained a few at a time.
+    python -m benchmarks.positions [--contexts T,...] [--widths C,...] [--tokens N,...] [--out FOLDER] [OPTION=VALUE ...]
+
+train.py runs for each architecture, width, context length and number of tokens, with the same recipe and 8,192 tokens per step.
+OPTION=VALUE are further options of train.py for all runs, such as data=text data.path=FILE. Each run has a folder in --out. A
+run whose folder has results is not trained again, so that the runs can be trained a few at a time.
 
 Prints a row for each run in --out: the mean nats per token of the validation split's windows, and the means at positions 0, 1,
 2 to 3, 4 to 7, and so on. The last line of standard output is the result as JSON.

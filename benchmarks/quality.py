@@ -1,4 +1,6 @@
-"""python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--tokenizer NAME] [--json FILE]: the cost of quantisation.
+"""Measures the accuracy that quantisation costs, in bits per byte of a text.
+
+    python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--tokenizer NAME] [--json FILE]
 
 Prints bits per byte of the text for each checkpoint in each dtype (for a quantised GGUF file also with its blocks), and the
 increase over float32. Chunks are short enough for the matrix products of decoding, which round their inputs in int4.

@@ -1,4 +1,6 @@
-"""python -m benchmarks.serving PART [--dtype int8 ...] [--texts 8 32] [--seconds 12] [--shape L,C,V] [--json FILE]
+"""Measures the throughput of the server, beside the engine alone and llama.cpp's server.
+
+    python -m benchmarks.serving PART [--dtype int8 ...] [--texts 8 32] [--seconds 12] [--shape L,C,V] [--json FILE]
 
 Measures the tokens per second of streams after their prompts. PART is one of
 

@@ -1,4 +1,6 @@
-"""python -m benchmarks.serving_states PART [--dtype int8 ...] [--turns 5] [--seconds 60] [--shape L,C,V] [--json FILE]
+"""Measures what saved states, tuned states and adapters cost in the server.
+
+    python -m benchmarks.serving_states PART [--dtype int8 ...] [--turns 5] [--seconds 60] [--shape L,C,V] [--json FILE]
 
 PART is one of
 

@@ -1,7 +1,7 @@
-"""python -m benchmarks.speculation [--shapes L,C,V ...] [--dtypes int8,...] [--json FILE]
-python -m benchmarks.speculation --draft TEXT CHECKPOINT DRAFT [--dtypes int8,...] [--tokenizer NAME] [--json FILE]
+"""Measures speculative decoding on a CPU, as the option draft= does it.
 
-Measures speculative decoding on a CPU, as the option draft= does it.
+    python -m benchmarks.speculation [--shapes L,C,V ...] [--dtypes int8,...] [--json FILE]
+    python -m benchmarks.speculation --draft TEXT CHECKPOINT DRAFT [--dtypes int8,...] [--tokenizer NAME] [--json FILE]
 
 Without --draft, the program times a pass over 1, 4, 5 or 8 proposed tokens of one sequence, with the logits and the state after
 each token, by default at the 1.5b and 7.2b shapes with random weights. Models of two and four layers are timed alternately, and

@@ -1,8 +1,9 @@
-"""python -m benchmarks.step_profile [--generation NAME,...] [--optim NAME,...] [--precision NAME,...] [--shape L,C,B,T,V]
+"""Measures the time of a training step, by part and by operation.
 
-Measures the time of a training step, by part and by operation. The defaults are both architectures; adamw, muon and normuon;
-32-true and, on a CPU with fast bfloat16 products, bf16-mixed; and the shape of `make train`: 4 layers, 192 wide, 8 windows of
-128 tokens, a vocabulary of 2,048.
+    python -m benchmarks.step_profile [--generation NAME,...] [--optim NAME,...] [--precision NAME,...] [--shape L,C,B,T,V]
+
+The defaults are both architectures; adamw, muon and normuon; 32-true and, on a CPU with fast bfloat16 products, bf16-mixed; and
+the shape of `make train`: 4 layers, 192 wide, 8 windows of 128 tokens, a vocabulary of 2,048.
 
     parts       forward (all blocks), loss (the head with its loss and gradients), backward (through the blocks), optimiser
                 (clipping, step): milliseconds, medians of --steps bare steps (no Lightning, loader, log or checkpoint)

@@ -1,6 +1,8 @@
-"""python -m benchmarks.tokenization [--text FILE] [--neox FILE.json] [--peers PYTHON] [--strings N] [--json FILE]
+"""Compares the ids and the speed of timemix's tokenizers with those of other libraries.
 
-Compares timemix's tokenizers with other libraries. First the ids of N random strings are compared. Then encoding and decoding
+    python -m benchmarks.tokenization [--text FILE] [--neox FILE.json] [--peers PYTHON] [--strings N] [--json FILE]
+
+First the ids of N random strings are compared. Then encoding and decoding
 of one text are timed alternately, and the table shows medians. The exit status is 1 if any ids differ. PyPI's `rwkv` runs in
 the environment of `make peers`. The last line of standard output is the result as JSON.
 """

@@ -1,7 +1,9 @@
-"""python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--json FILE]
+"""Measures the time of a training step in train.py, and how much of it the matrix products take.
 
-Measures alternately a training step in train.py, the bare step (without Lightning, loader, log and checkpoint), and its matrix
-products alone. The table shows medians.
+    python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--json FILE]
+
+A training step in train.py, the bare step (without Lightning, loader, log and checkpoint) and its matrix products alone are
+measured alternately. The table shows medians.
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512 (not on Windows)
     rwkv7_float32, rwkv7_bfloat16      the same for RWKV-7

@@ -1,4 +1,4 @@
-"""Starts and connects the processes of a training run, exchanges values, and runs functions in rank 0 for all processes.
+"""Starts and connects the processes of a training run, divides the CPU's threads among them, and runs functions in rank 0.
 
     python train.py trainer=ddp trainer.devices=2            starts two processes and waits for them
     torchrun --nproc-per-node=2 train.py trainer=ddp         torch's launcher starts the processes, also on several machines

@@ -1,4 +1,4 @@
-"""A fair LRU policy for a cache of limited size that several owners share."""
+"""Decides what a full cache evicts: a fair LRU policy for several owners."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator

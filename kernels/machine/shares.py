@@ -1,4 +1,4 @@
-"""Limits a process to a part of the machine: a number of threads and one GPU, when several processes run side by side."""
+"""Limits a run of a sweep to its share of the machine: a number of threads and one GPU."""
 
 import os
 

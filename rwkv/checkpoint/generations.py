@@ -1,4 +1,4 @@
-"""Finds the generations of RWKV whose checkpoints are supported, and has the checks that they share.
+"""Finds the generation of RWKV that a checkpoint belongs to, and checks that no tensor is missing or misshapen.
 
 Each generation has a module rwkvN.py in this folder. Official names and shapes are those of the .pth files that RWKV-LM writes.
 A generation's module has

@@ -1,4 +1,4 @@
-"""The options of chat.py."""
+"""Declares the options of chat.py."""
 
 from dataclasses import dataclass
 

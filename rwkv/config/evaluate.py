@@ -1,4 +1,4 @@
-"""The options of rwkv.tools.evaluate."""
+"""Declares the options of rwkv.tools.evaluate."""
 
 from dataclasses import dataclass, field
 

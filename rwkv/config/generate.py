@@ -1,4 +1,4 @@
-"""The options of generate.py."""
+"""Declares the options of generate.py."""
 
 from dataclasses import dataclass
 

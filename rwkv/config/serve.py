@@ -1,4 +1,4 @@
-"""The options of serve.py."""
+"""Declares the options of serve.py."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A Chat is a conversation with a model. Each turn continues from the state of earlier turns, and prefills only new text.
+"""A Chat keeps the states after the turns of a conversation, for /undo and /retry, and prefills only new text.
 
 After each prompt and each answer, Chat saves the text read so far with its prefill result. The template always renders the
 whole conversation, and prefill continues from the longest saved prefix of the rendered text. This prefix usually ends with the

@@ -1,4 +1,4 @@
-"""Drafts propose the next tokens of a row, so that one pass of the model reads several tokens (speculation.py).
+"""Drafts propose the next tokens of a row: n-grams of the text, or a smaller model.
 
 A proposal never changes the sequence. A proposal saves time if the row then draws the proposed token. So a draft model draws
 with the row's own options, penalties and next random numbers: given the same random number, similar distributions mostly yield

@@ -1,4 +1,4 @@
-"""The prefix cache stores prefill results under keys computed from the tokens read.
+"""Stores prefill results in limited memory, under keys computed from the tokens read.
 
 If a prompt begins with an earlier prompt, or with an earlier prompt and the answer, prefill continues from the earlier result.
 A result has the same size for every length, so the cache can hold many results. Results on a GPU are moved to host memory.

@@ -1,4 +1,4 @@
-"""Estimates what a proposed token costs in speculative decoding, from the times of recent steps (speculation.py)."""
+"""Measures what a proposed token costs in speculative decoding, from the times of recent steps (speculation.py)."""
 
 from collections import defaultdict, deque
 from statistics import median

@@ -1,9 +1,9 @@
-"""Speculative decoding reads several tokens of a row in one pass of the model: the last token, and a draft's proposals.
+"""Speculative decoding: how many tokens a draft proposes and when it pauses; the model reads them in one pass.
 
-The row draws a token from the logits after each of these tokens, with its own random numbers, penalties and grammar, as without
-a draft. The pass ends for the row when the row draws a different token than the proposed one. The row's state is then the state
-after the last accepted token. Logits and states are bit for bit those of single steps (rwkv/model/decoding), so a draft changes
-no sequence, and a rejected token leaves no trace.
+A pass reads the last token of each row and the tokens proposed for the row. The row draws a token from the logits after each of
+them, with its own random numbers, penalties and grammar, as without a draft. The pass ends for the row when the row draws a
+different token than the proposed one. The row's state is then the state after the last accepted token. Logits and states are
+bit for bit those of single steps (rwkv/model/decoding), so a draft changes no sequence, and a rejected token leaves no trace.
 
 The number of proposed tokens k follows from an estimate. A pass with k proposals takes 1 + c k times as long as a step, where c
 is measured while generating (proposal_cost.py). If each proposal is right with probability p, k proposals yield

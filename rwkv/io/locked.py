@@ -1,4 +1,4 @@
-"""Locks a folder so that only one process can use it. The operating system releases the lock when the process ends."""
+"""Locks a folder, such as a run's or the server's, so that only one process can use it."""
 
 import warnings
 from collections.abc import Callable

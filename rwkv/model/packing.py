@@ -1,4 +1,4 @@
-"""Packing: one row holds several sequences, and each of them starts from an empty state.
+"""Packing: one row holds several texts, each of which starts from an empty state.
 
 Neither the token shift nor the operator may mix steps of different sequences.
 """

@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights.
+"""Linear layers with quantised weights (int8, int4, GGUF's blocks), and functions that quantise a model's layers.
 
 On a CPU, int8 and int4 layers round inputs as well as weights. On a GPU, PackedLinear rounds only the weights. BlockLinear
 keeps GGUF's blocks in the file's own format, and rounds inputs.

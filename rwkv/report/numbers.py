@@ -1,4 +1,4 @@
-"""Computes the numbers in a report: numbers of each run, statistics over a kernel's runs, and differences between losses.
+"""Computes the numbers of a report: medians, least and greatest values over a kernel's runs, and differences of losses.
 
 Throughput and times are medians over a run without the warm-up. A kernel's number is the median over the kernel's runs, one per
 seed, with the minimum and the maximum. The reference is the kernel `reference` or `formula` if the sweep trained one of these,

@@ -1,4 +1,4 @@
-"""Builds the parts of a run before training, in this order:
+"""Builds the operator, the data and the model of a run before training, in this order:
 
     kernel_for    the operator with the kernel that kernel= names, for this device and this precision
     data_for      the tokenised data, after a check that the model fits

@@ -1,4 +1,4 @@
-"""Defines the file formats for weights, with one module per format.
+"""Defines the file formats for weights. Each module is one format and names the suffixes that stand for it.
 
     pth           a file written by torch.save: the official .pth, zipped or not, with time_mix [1,1,C] or [C], and any prefix
     ckpt          this program's Lightning checkpoint: weights, and the entry `timemix` with the configuration and the tokenizer

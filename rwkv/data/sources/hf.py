@@ -1,4 +1,4 @@
-"""Reads datasets of Hugging Face's `datasets` library. Each text of a column is a document."""
+"""Opens datasets of Hugging Face's `datasets` library, whole or as streams. Each text of a column is a document."""
 
 import glob
 import logging
