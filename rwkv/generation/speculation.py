@@ -22,7 +22,7 @@ from rwkv.generation.row import Row
 
 MOST_ROWS = 4                            # most rows in the batch for which tokens are proposed
 FIRST_P = 0.6
-DECAY = 0.9                              # factor by which the weight of earlier passes shrinks in each pass
+DECAY = 0.95                             # factor by which the weight of earlier passes shrinks in each pass
 PRIOR_TOKENS = 4.0                       # FIRST_P weighs as much as this many proposals
 LEAST_GAIN = 1.05
 FIRST_PAUSE = 32                         # tokens
