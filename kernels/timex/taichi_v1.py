@@ -1,7 +1,6 @@
-"""Version 1 computes a tile of outputs from copies of w and k in fast memory.
+"""Version 1 computes a tile from copies of w and k in fast memory (on a GPU shared memory), with one output per thread.
 
-On a CPU the copies are local arrays, which cannot alias, so LLVM vectorises the sums. On a GPU the copies are in shared memory,
-and a thread computes one output.
+On a CPU the copies are local arrays, which cannot alias, so LLVM vectorises the sums.
 """
 
 # mypy: disable-error-code="index, no-untyped-def, valid-type"

@@ -1,4 +1,4 @@
-"""Composes a configuration, or the jobs of a sweep, with Hydra.
+"""Composes a configuration, or the jobs of a sweep, with Hydra, and explains Hydra's errors about values.
 
 Hydra does not parse free text and paths (prompt=, data.path=, ...), so their commas, quotes, equals signs and newlines need no
 escaping.

@@ -1,4 +1,4 @@
-"""Declares the sampling options, and adds them to the options of generate.py, chat.py and serve.py."""
+"""Declares the sampling options, which programs and requests share, with their ranges."""
 
 import math
 from collections.abc import Callable, Mapping

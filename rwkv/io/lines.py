@@ -1,4 +1,4 @@
-"""Formats printed lines, with a label in a first column and a text in a second column, and numbers with nouns."""
+"""Formats printed lines, with a label in a first column, and makes a model's text safe for a terminal."""
 
 import os
 import re

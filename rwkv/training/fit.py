@@ -1,6 +1,6 @@
-"""Runs one training run in five stages: prepare, plan, build, fit and finish. The stage `plan` also builds the model.
+"""Runs one training run in five stages, prepare, plan, build, fit and finish, and says how an interrupted one continues.
 
-rwkv/programs/train.py calls `main` in each process.
+The stage `plan` also builds the model. rwkv/programs/train.py calls `main` in each process.
 """
 
 import sys

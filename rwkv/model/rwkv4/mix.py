@@ -1,4 +1,4 @@
-"""RWKV-4's blocks: the formulas of time mixing and channel mixing.
+"""RWKV-4's blocks: the formulas of time and channel mixing, and whether a layer uses the fused ones.
 
 Time mixing reads the past through the operator WKV (kernels/wkv4). Channel mixing is the feed-forward half.
 

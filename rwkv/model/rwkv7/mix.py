@@ -1,4 +1,4 @@
-"""The blocks of RWKV-7 "Goose": the formulas of time mixing and channel mixing.
+"""The blocks of RWKV-7 "Goose": the formulas of time and channel mixing, and whether a layer uses the fused ones.
 
 Time mixing of x_t (after ln1), with m_n = x_t + (x_{t-1} - x_t) x_n for n in r w k v a g:
 

@@ -1,4 +1,4 @@
-"""The engine's process, which loads the model and generates. Only one thread uses torch.
+"""The engine's process, which loads the model, reports errors and generates. Only one thread uses torch.
 
 Loading the model in one thread and generating in another would start two teams of OpenMP threads on the same cores.
 """

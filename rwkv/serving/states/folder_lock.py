@@ -1,4 +1,4 @@
-"""Locks and lists the folder states_dir=, which several servers may share (rwkv/serving/shared_folder.py).
+"""Locks and lists the folder states_dir=, which several servers may share, and deletes what killed servers left unfinished.
 
 Servers read only files with names that a server writes.
 """

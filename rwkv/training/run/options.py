@@ -1,4 +1,4 @@
-"""Checks a run's options without PyTorch, because importing PyTorch takes seconds."""
+"""Checks a run's options, such as the path of resume=, without PyTorch, because importing PyTorch takes seconds."""
 
 from collections.abc import Collection
 from pathlib import Path
