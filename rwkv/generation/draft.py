@@ -75,6 +75,10 @@ def continuation(ids: np.ndarray, n: int) -> list[int]:
 
     Among equally long matches, the latest is used.
     """
+    data = ids.tobytes()
+    end = data[-SHORTEST * ids.itemsize:]
+    if data.find(end) == len(data) - len(end):           # a quick search, which suffices for most texts
+        return []
     ends = np.flatnonzero(ids[:-1] == ids[-1:])          # the positions where the matches end
     for length in range(2, LONGEST + 1):
         longer = ends[ends >= length - 1]

@@ -1,12 +1,12 @@
 """Measures what a proposed token costs in speculative decoding, from the times of recent steps (speculation.py)."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from statistics import median
 
 from kernels import native
 
 STEPS = 5                                # recent steps whose times count; until so many have been timed, nothing is proposed
-PASSES, FEWEST_PASSES = 9, 3             # recent passes with proposals whose times count: at most, and at least
+PASSES, FEWEST_PASSES = 5, 2             # recent passes with the same number of proposals: at most, and at least
 REFRESH = 32                             # after this many passes with proposals, a step without proposals is timed again
 
 
@@ -22,8 +22,9 @@ def pass_cost() -> float:
 class ProposalCost:
     """The cost of proposing tokens with one draft: the draft's time, and the time by which the pass takes longer.
 
-    Times are medians of recent ones, so that a single slow step changes nothing. The seconds per proposed token are assumed to
-    be the same for all numbers of rows. Until FEWEST_PASSES have been timed, estimates are used: pass_cost() and `draft_cost`.
+    Times are medians of recent ones, so that a single slow step changes nothing. They are measured for each number of proposed
+    tokens, because a pass with proposals also has a constant cost. For other numbers they are proportional to the time of the
+    nearest number, and until any has been measured FEWEST_PASSES times, they are estimated from pass_cost() and `draft_cost`.
 
     Args:
         draft_cost: the estimated time in which the draft proposes one token, as a fraction of the time of a model step.
@@ -31,29 +32,44 @@ class ProposalCost:
 
     def __init__(self, draft_cost: float) -> None:
         self.draft_cost = draft_cost
-        self._steps: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=STEPS))     # seconds; keys: rows
-        self._per_token: deque[float] = deque(maxlen=PASSES)     # seconds
-        self._passes: defaultdict[int, int] = defaultdict(int)   # passes with proposals since the last step; keys: rows
+        self._steps = _RecentTimes(STEPS, STEPS)         # of steps; the keys are numbers of rows
+        self._more = _RecentTimes(PASSES, FEWEST_PASSES)         # by which passes take longer than a step; keys: proposals
+        self._passes: Counter[int] = Counter()           # passes with proposals since the last step; keys: rows
 
     def record(self, rows: int, proposed: int, seconds: float) -> None:
         """Records the time of a pass with this many rows, for which `proposed` tokens were proposed in total."""
-        steps = self._steps[rows]
         if not proposed:
-            steps.append(seconds)
+            self._steps.record(rows, seconds)
             self._passes[rows] = 0
             return
         self._passes[rows] += 1
-        if len(steps) == STEPS:
-            self._per_token.append((seconds - median(steps)) / proposed)
+        if rows in self._steps.medians:
+            self._more.record(proposed, seconds - self._steps.medians[rows])
 
     def needs_step(self, rows: int) -> bool:
         """Returns True if the next pass with this many rows must be a step without proposals, whose time is missing or old."""
-        return len(self._steps[rows]) < STEPS or self._passes[rows] >= REFRESH
+        return rows not in self._steps.medians or self._passes[rows] >= REFRESH
 
-    def relative(self, rows: int) -> float:
-        """Returns the time of one proposed token for each row, relative to a step with this many rows."""
-        steps = self._steps[rows]
-        if len(self._per_token) >= FEWEST_PASSES and len(steps) == STEPS:
-            return max(0.0, rows * median(self._per_token) / median(steps))
+    def relative(self, rows: int, n: int) -> float:
+        """Returns the time of n proposed tokens for each row, relative to a step with this many rows."""
+        step, more = self._steps.medians.get(rows), self._more.medians
+        if step and more:
+            nearest = min(more, key=lambda proposed: abs(proposed - rows * n))
+            return max(0.0, rows * n / nearest * more[nearest] / step)
         each = pass_cost()
-        return rows * (each + self.draft_cost) / (1 + each * (rows - 1))
+        return rows * n * (each + self.draft_cost) / (1 + each * (rows - 1))
+
+
+class _RecentTimes:
+    """Keeps the last `most` times in seconds for each key, and their medians, for keys with at least `fewest` times."""
+
+    def __init__(self, most: int, fewest: int) -> None:
+        self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=most))
+        self._fewest = fewest
+        self.medians: dict[int, float] = {}
+
+    def record(self, key: int, seconds: float) -> None:
+        times = self._times[key]
+        times.append(seconds)
+        if len(times) >= self._fewest:
+            self.medians[key] = median(times)

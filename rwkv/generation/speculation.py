@@ -5,11 +5,12 @@ them, with its own random numbers, penalties and grammar, as without a draft. Th
 different token than the proposed one. The row's state is then the state after the last accepted token. Logits and states are
 bit for bit those of single steps (rwkv/model/decoding), so a draft changes no sequence, and a rejected token leaves no trace.
 
-The number of proposed tokens k follows from an estimate. A pass with k proposals takes 1 + c k times as long as a step, where c
-is measured while generating (proposal_cost.py). If each proposal is right with probability p, k proposals yield
+The number of proposed tokens k follows from an estimate. A pass with k proposals takes 1 + c(k) times as long as a step, where
+c(k) is measured while generating (proposal_cost.py). If each proposal is right with probability p, k proposals yield
 1 + p + ... + p^k tokens on average. Each row estimates p from its last passes, starting at FIRST_P, and k is chosen to yield
 the most tokens per unit of time. If the gain is below LEAST_GAIN, the row's draft pauses for FIRST_PAUSE tokens, and then
-proposes TRIED tokens. The draft resumes if all of these are right; otherwise the next pause is twice as long. With more than
+proposes TRIED tokens. The draft resumes if all of these are right; otherwise the next pause is twice as long. After a pause, a
+draft model has read nothing for a while, so only the second pass is timed, and it proposes TRIED tokens too. With more than
 MOST_ROWS rows nothing is proposed, because the tokens of so many rows already share the cost of reading the weights.
 """
 
@@ -39,7 +40,9 @@ class Pace:
         self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
         self._pauses = 0
         self._wait = 0                   # tokens until the present pause ends
+        self._numbers: dict[int, int] = {}               # the results of _best() since the last pass; keys: rows
         self._on_trial = not self._best(1)               # True if the next proposal decides whether the draft resumes
+        self._resumed = False            # True for the pass after a successful trial
 
     def n_tokens(self, rows: int) -> int:
         """Returns the number of tokens to propose in a pass with this many rows.
@@ -53,31 +56,34 @@ class Pace:
             return 0
         if self._cost.needs_step(rows):
             return 0
-        return min(self._most, TRIED) if self._on_trial else self._best(rows)
+        return min(self._most, TRIED) if self._on_trial or self._resumed else self._best(rows)
 
     def record(self, proposed: int, accepted: int, rejected: bool) -> None:
         """Records the outcome of a pass. `rejected` must be True if the row drew a different token than the proposed one."""
+        self._numbers.clear()
         failed_trial = self._on_trial and rejected
-        if self._on_trial and not rejected:
+        self._resumed = self._on_trial and not rejected
+        if self._resumed:
             self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
             self._pauses = 0
             self._on_trial = False
         self._accepted = self._accepted * DECAY + accepted
         self._proposed = self._proposed * DECAY + accepted + rejected
-        if failed_trial or not self._best(1):
+        if failed_trial or not (self._resumed or self._best(1)):
             self._wait = FIRST_PAUSE << self._pauses
             self._pauses += 1
             self._on_trial = True
 
     def _best(self, rows: int) -> int:
-        p = self._accepted / self._proposed
-        cost = self._cost.relative(rows)
-        gains = {0: LEAST_GAIN}
-        tokens = 1.0
-        for k in range(1, self._most + 1):
-            tokens += p ** k
-            gains[k] = tokens / (1 + cost * k)
-        return max(gains, key=gains.__getitem__)
+        if rows not in self._numbers:
+            p = self._accepted / self._proposed
+            gains = {0: LEAST_GAIN}
+            tokens = 1.0
+            for k in range(1, self._most + 1):
+                tokens += p ** k
+                gains[k] = tokens / (1 + self._cost.relative(rows, k))
+            self._numbers[rows] = max(gains, key=gains.__getitem__)
+        return self._numbers[rows]
 
 
 class Speculation:
@@ -86,9 +92,11 @@ class Speculation:
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self._paces: WeakKeyDictionary[Row, Pace] = WeakKeyDictionary()
+        self._draft_ran = self._draft_ran_before = False         # in the current pass and in the one before
 
     def propose(self, rows: Sequence[Row]) -> list[list[int]]:
         """Returns the tokens that may follow the last token of each row; [] for a row without a proposal."""
+        self._draft_ran_before, self._draft_ran = self._draft_ran, False
         return [self._proposal(row, len(rows)) if row.unfinished else [] for row in rows]
 
     def record(self, row: Row, proposed: int, accepted: int) -> None:
@@ -98,8 +106,12 @@ class Speculation:
         self._paces[row].record(proposed, accepted, rejected=row.unfinished and accepted < proposed)
 
     def record_time(self, rows: int, proposed: int, seconds: float) -> None:
-        """Records the time of a pass with this many rows, for which `proposed` tokens were proposed in total."""
-        if rows <= MOST_ROWS:
+        """Records the time of a pass with this many rows, for which `proposed` tokens were proposed in total.
+
+        A pass does not count if the draft ran without a result, or after a pass in which it had not run: it may then have read
+        a prompt, or what was drawn in a pause.
+        """
+        if rows <= MOST_ROWS and self._draft_ran == bool(proposed) and (self._draft_ran_before or not proposed):
             self._draft.cost.record(rows, proposed, seconds)
 
     def _proposal(self, row: Row, rows: int) -> list[int]:
@@ -107,4 +119,7 @@ class Speculation:
         if pace is None:
             pace = self._paces[row] = Pace(self._draft.most_tokens, self._draft.cost)
         n = min(pace.n_tokens(rows), row.tokens_left - 1)
-        return row.tokens_before_end(self._draft.propose(row, n)) if n > 0 else []
+        if n <= 0:
+            return []
+        self._draft_ran = True
+        return row.tokens_before_end(self._draft.propose(row, n))

@@ -432,19 +432,23 @@ def test_a_text_that_becomes_predictable_is_noticed() -> None:
 
 def test_the_cost_of_a_proposal_is_the_median_of_recent_times(measured_costs: None) -> None:
     cost = ProposalCost(0.1)
-    assert cost.relative(1) == pytest.approx(0.3)
-    assert cost.relative(2) == pytest.approx(2 * 0.3 / 1.2)
+    assert cost.relative(1, 3) == pytest.approx(0.9)
+    assert cost.relative(2, 1) == pytest.approx(2 * 0.3 / 1.2)
     for _ in range(STEPS):
         assert cost.needs_step(1)
         cost.record(1, 0, 10.0)
     assert not cost.needs_step(1)
     for seconds in (90.0, *[18.0] * FEWEST_PASSES):
         cost.record(1, 4, seconds)       # the first one takes much longer, as when kernels are prepared
-    assert cost.relative(1) == pytest.approx(0.2)
+    assert cost.relative(1, 4) == pytest.approx(0.8)
+    assert cost.relative(1, 1) == pytest.approx(0.2)
+    for _ in range(FEWEST_PASSES):
+        cost.record(1, 1, 15.0)          # a constant cost of 4 s, and 1 s for each token
+    assert [cost.relative(1, n) for n in (1, 2, 3, 8)] == pytest.approx([0.5, 1.0, 0.6, 1.6])
     assert cost.needs_step(2)
     for _ in range(STEPS):
         cost.record(2, 0, 16.0)
-    assert cost.relative(2) == pytest.approx(0.25)       # two proposals of 2 s, and steps of 16 s
+    assert cost.relative(2, 2) == pytest.approx(0.5)     # four proposals of 8 s, and steps of 16 s
     for _ in range(REFRESH):
         assert not cost.needs_step(2)
         cost.record(2, 4, 24.0)
