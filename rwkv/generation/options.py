@@ -20,7 +20,8 @@ def check_config(config: GenerateConfig) -> None:
     if config.save_state and (config.prompts is not None or config.num_samples > 1):
         raise UserError("save_state= saves the state of a single sequence, so it conflicts with prompts= and with num_samples "
                         "above 1")
-    inputs = config.checkpoint, config.tokenizer, config.prompts
+    inputs = (config.checkpoint, config.tokenizer, config.prompts, config.lora, config.draft, config.json_schema,
+              config.grammar)
     require_writable("out", config.out, (*inputs, config.state))
     require_writable("save_state", config.save_state, inputs)
     if config.out and config.save_state and Path(config.out).resolve() == Path(config.save_state).resolve():

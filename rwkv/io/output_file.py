@@ -6,9 +6,11 @@ from pathlib import Path
 
 from rwkv.errors import UserError
 
-WEIGHTS = (".ckpt", ".pth", ".safetensors", ".bin", ".gguf")
-BESIDE = ("config.json", "config.yaml", "tokenizer.json", "tokenizer_config.json", "kernel.json", "metrics.csv",
-          "samples.jsonl", "report.html")                # a run or Hugging Face directory also has these
+WEIGHTS = (".ckpt", ".pth", ".pt", ".safetensors", ".st", ".bin", ".ggmf", ".gguf")
+BESIDE = ("config.json", "config.yaml", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+          "generation_config.json", "chat_template.jinja", "adapter_config.json", "model.safetensors.index.json",
+          "pytorch_model.bin.index.json", "kernel.json", "metrics.csv", "samples.jsonl",
+          "report.html")                 # a run, a Hugging Face or a PEFT directory also has these
 
 
 def require_writable(option: str, file: str | Path | None, read: Iterable[str | Path | None] = ()) -> None:
@@ -26,6 +28,11 @@ def require_writable(option: str, file: str | Path | None, read: Iterable[str | 
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"cannot write {option}={path}: you have no permission to write to this file or folder. Choose a "
                         "different file")
+    require_other_file(option, path, read)
+
+
+def require_other_file(option: str, path: Path, read: Iterable[str | Path | None]) -> None:
+    """Raises UserError if the program reads the file `path` that it will write. The arguments are as for require_writable."""
     for source in read:
         if source and path.exists() and Path(source).exists() and _is_input(path, Path(source)):
             raise UserError(f"{option}={path} would overwrite a file that this command reads from {source}: choose a "

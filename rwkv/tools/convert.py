@@ -22,6 +22,7 @@ from rwkv.cli import exit_on_user_error
 from rwkv.config import STATE_LAYOUTS
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
+from rwkv.io.output_file import require_other_file
 from rwkv.io.utf8 import require_file
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -55,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
             raise UserError("--lora-alpha requires --lora")
         if options.calibrate is not None:
             _require_calibration_options(options.calibrate, options.dtype, format)
+        require_other_file("OUT", options.target, (options.lora, options.tokenizer, options.calibrate))
         if _is_state(options):
             convert_state(options.source, options.target, options.state_layout)
             return

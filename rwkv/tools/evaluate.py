@@ -122,7 +122,8 @@ def _data_and_output_paths(config: EvaluateConfig) -> tuple[Path, Path | None]:
     if not config.data.path:
         raise UserError("evaluate requires data.path=FILE: a UTF-8 text, or FILE.jsonl with lines such as "
                         '{"text": "..."}')
-    require_writable("out", config.out, (config.checkpoint, config.tokenizer, config.data.path))
+    require_writable("out", config.out, (config.checkpoint, config.tokenizer, config.lora, config.data.path,
+                                         config.data.template))
     require_files(config, config.data.template)
     require_file(Path(config.data.path))
     return Path(config.data.path), Path(config.out) if config.out else None

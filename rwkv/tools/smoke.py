@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", default=Path("smoke.json"), type=path_of, metavar="FILE", help="default: smoke.json")
     options = parser.parse_args(arguments)
     with exit_on_user_error(), tempfile.TemporaryDirectory() as folder:
-        require_writable("--out", options.out, [options.checkpoint])
+        require_writable("--out", options.out, [options.checkpoint, options.tokenizer])
         if options.checkpoint is None:
             paths = [_tiny(generation, Path(folder)) for generation in GENERATIONS]
         else:

@@ -4,12 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from models import small_model
 from programs import Run, caller, one_sentence
+from safetensors.torch import save_file
 
 from rwkv.errors import UserError
 from rwkv.io.output_file import require_writable
 from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tools import convert
 
 
 @pytest.fixture
@@ -18,6 +21,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     monkeypatch.chdir(tmp_path)
     small_model(vocab_size=256).save_pretrained("model.safetensors", ByteTokenizer())
     Path("prompts.txt").write_text("one\ntwo\n")
+    Path("schema.json").write_text('{"type": "boolean"}')
+    save_file({"blocks.0.att.key.lora_A": torch.ones(2, 16), "blocks.0.att.key.lora_B": torch.ones(16, 2)}, "lora.safetensors")
     return caller(monkeypatch, capsys)
 
 
@@ -25,6 +30,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     ("generate", ("prompts=prompts.txt", "out=prompts.txt"), "prompts.txt"),
     ("generate", ("prompt=a", "out=model.safetensors"), "model.safetensors"),
     ("generate", ("prompt=a", "save_state=model.safetensors"), "model.safetensors"),
+    ("generate", ("prompt=a", "lora=lora.safetensors", "lora_alpha=1", "out=lora.safetensors"), "lora.safetensors"),
+    ("generate", ("prompt=a", "draft=lora.safetensors", "save_state=lora.safetensors"), "lora.safetensors"),
+    ("generate", ("prompt=a", "json_schema=schema.json", "out=schema.json"), "schema.json"),
+    ("evaluate", ("data.path=prompts.txt", "lora=lora.safetensors", "out=lora.safetensors"), "lora.safetensors"),
     ("evaluate", ("data.path=prompts.txt", "out=prompts.txt"), "prompts.txt"),
     ("evaluate", ("data.path=prompts.txt", "out=./model.safetensors"), "model.safetensors"),
 ])
@@ -32,6 +41,15 @@ def test_what_a_program_reads_it_does_not_replace(run: Run, program: str, argume
     before = Path(input_name).read_bytes()
     one_sentence(run(program, "checkpoint=model.safetensors", *arguments), "would overwrite", input_name)
     assert Path(input_name).read_bytes() == before
+
+
+@pytest.mark.usefixtures("run")
+def test_an_adapter_is_not_replaced_by_its_merge() -> None:
+    before = Path("lora.safetensors").read_bytes()
+    with pytest.raises(SystemExit) as stop:
+        convert.main(["model.safetensors", "lora.safetensors", "--lora", "lora.safetensors", "--lora-alpha", "1"])
+    assert stop.value.code == 2
+    assert Path("lora.safetensors").read_bytes() == before
 
 
 def test_a_state_is_replaced_by_what_follows_it(run: Run) -> None:
