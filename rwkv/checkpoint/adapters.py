@@ -37,12 +37,15 @@ from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import ADAPTER as CONFIG
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
+from rwkv.io import hub
 from rwkv.io.json_types import JsonMapping, JsonObject
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+MODEL_WEIGHTS = tuple(name for name in hub.DIRECTORY_WEIGHTS if not name.startswith(hub.ADAPTER))
 INIT_PISSA = "init_pissa.pth"
 PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "miss_block", "bone_block",
          "disha", "bone")
+RWKV_PEFT_PARTS = ("lora_A", "lora_B", "disha", "bone")
 PART = re.compile(rf"(.+)\.({'|'.join(PARTS)})(?:\.default)?(?:\.weight)?")
 PEFT_TYPES = ("LORA", "MISS", "BONE")
 PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")   # these values of init_lora_weights leave the base unchanged
@@ -74,8 +77,12 @@ class Adapter:
 
 
 def is_directory(path: Path) -> bool:
-    """Returns True if the path is a PEFT directory that contains only an adapter, not a whole model."""
-    return (path / CONFIG).is_file() and not (path / "config.json").is_file()
+    """Returns True if the path is a PEFT directory that contains only an adapter, not a whole model.
+
+    Some trainers also write the base model's config.json into the directory, without the weights.
+    """
+    has_model = (path / "config.json").is_file() and any((path / name).is_file() for name in MODEL_WEIGHTS)
+    return (path / CONFIG).is_file() and not has_model
 
 
 def has_adapter(tensors: Mapping[str, Stored]) -> bool:
@@ -143,6 +150,10 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     modules, others = _by_module(tensors)
     if not modules:
         raise CheckpointError(f"{path} is not an adapter: no tensor name ends in .lora_A, .lora_B, .disha or .bone")
+    if unknown := sorted({part for parts in modules.values() for part in parts} - {*RWKV_PEFT_PARTS}):
+        raise CheckpointError(f"{path} has tensors named {unknown[0]}, so it is the weights of a PEFT adapter, but lacks "
+                              f"{CONFIG}, which states how to merge them: put this file into the same folder, and pass the "
+                              "folder")
     initial = _read_initial_pissa(path.with_name(INIT_PISSA))
     is_lora = any("lora_A" in parts for parts in modules.values())
     if is_lora and not initial and alpha is None:

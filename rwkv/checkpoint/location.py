@@ -20,10 +20,13 @@ COMPLETE = "complete.json"               # trainer=fsdp writes this file into a 
 def locate(path: str | Path) -> Path:
     """Returns the path of a checkpoint: a file, a Hugging Face directory, or the last checkpoint in a run's directory.
 
-    If `path` is a name on the Hub, downloads the checkpoint (rwkv/io/hub.py). Raises CheckpointError if there is no
+    If `path` is a name on the Hub, downloads the checkpoint (rwkv/io/hub.py). A directory's only weights stand for the
+    directory, because config.json or adapter_config.json states how to compute with them. Raises CheckpointError if there is no
     checkpoint, or if a folder has several.
     """
     path = follow(hub.local(path))
+    if path.name in hub.DIRECTORY_WEIGHTS and path.is_file():
+        path = path.parent if hub.is_directory(path.name, [file.name for file in path.parent.iterdir()]) else path
     last = path / LAST
     if path.is_dir() and not is_sharded(path) and not any((path / mark).is_file() for mark in hub.MARKS):
         if is_checkpoint(last):

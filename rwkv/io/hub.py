@@ -41,6 +41,7 @@ QUANTISATION = re.compile(r"(?<![A-Za-z0-9])(?:IQ\d\w*|Q\d\w*|T?BF16|F16|F32|MXF
 WEIGHTS = (".pth", ".safetensors", ".gguf", ".st", ".ckpt", ".bin", ".ggmf")
 FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path
 MARKS = ("config.json", "adapter_config.json")           # a directory with one of these is a model or adapter
+ADAPTER = "adapter_"                     # the names of an adapter's files begin with this
 DIRECTORY_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json",
                      "adapter_model.safetensors", "adapter_model.bin")         # the preferred file is first
 INDEX = ".index.json"
@@ -218,7 +219,10 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
     """
     files = contents.files
     if name.path in files and not name.quantisation:
-        return name.path, _parts_of(name.path, files)
+        folder, _, file = name.path.rpartition("/")
+        if not is_directory(file, {other.rpartition("/")[2] for other in files if other.rpartition("/")[0] == folder}):
+            return name.path, _parts_of(name.path, files)
+        name = name._replace(path=folder)
     prefix = f"{name.path}/" if name.path else ""
     inside = [file for file in files if file.startswith(prefix)]
     if not inside:
@@ -237,6 +241,17 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
         return single[0], _parts_of(single[0], files)
     folders = [file.rpartition("/")[0] for file in inside if file.rpartition("/")[2] in MARKS]
     _raise_ambiguous(name, [*single, *folders] or _without_later_parts(file for file in inside if file.endswith(WEIGHTS)), noun)
+
+
+def is_directory(file: str, beside: Collection[str]) -> bool:
+    """Returns True if `file` has the only weights in a directory with a configuration, and so stands for the directory.
+
+    `beside` are the names of the files in the folder. For an adapter, the weights of a model do not count.
+    """
+    of_adapter = file.startswith(ADAPTER)
+    marked = MARKS[of_adapter] in beside and (of_adapter or MARKS[1] not in beside)
+    weights = {name for name in DIRECTORY_WEIGHTS if name.startswith(ADAPTER) == of_adapter}
+    return marked and not file.endswith(INDEX) and weights & {*beside} == {file}
 
 
 def model_paths(contents: Contents) -> list[str]:

@@ -143,6 +143,28 @@ def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, layout: st
                    {name: weight for name, weight in expected.items() if name not in UNUSED}, atol)
 
 
+@pytest.mark.parametrize("kind", ["rslora", "dora", "pissa", "bat"])
+def test_the_file_of_a_peft_directory_is_merged_as_the_directory_says(folder: Path, tmp_path: Path, kind: str) -> None:
+    """A trainer may also write the base's config.json into the directory. Without its configuration the file is refused."""
+    make, settings, scale = KINDS[kind]
+    expected = weights_of(folder / "base.pth")
+    parts, expected["blocks.1.att.key.weight"] = make(expected["blocks.1.att.key.weight"], scale)
+    trained = {f"base_model.model.blocks.1.att.key.{part}": tensor for part, tensor in parts.items()}
+    adapter = write_peft(tmp_path / "adapter", trained, base_model_name_or_path=str(folder / "base.pth"), **settings)
+    atol = 1e-4 if kind == "pissa" else 1e-6
+    base = read_checkpoint(folder / "base.pth")
+    assert_weights(with_adapter(base, adapter / "adapter_model.safetensors").weights, expected, atol)
+    (adapter / "config.json").write_bytes((folder / "fla" / "config.json").read_bytes())
+    for path in (adapter, adapter / "adapter_model.safetensors"):
+        assert_weights(read_checkpoint(path).weights, expected, atol)
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(UserError):
+        with_adapter(base, adapter / "adapter_model.safetensors")
+    if kind in ("dora", "bat"):          # alpha alone does not determine the merge
+        with pytest.raises(CheckpointError, match="adapter_config"):
+            with_adapter(base, adapter / "adapter_model.safetensors", 5.0 if kind == "dora" else None)
+
+
 def test_names_of_the_author_wrappers_and_patterns(folder: Path, tmp_path: Path) -> None:
     """alpha_pattern matches the end of a layer's name, and the tensors' shapes give the rank."""
     base = read_checkpoint(folder / "base.pth").weights

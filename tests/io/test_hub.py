@@ -85,6 +85,8 @@ def test_what_is_on_disk_stays_a_path(tmp_path: Path, monkeypatch: pytest.Monkey
      {"Q8_0/m-Q8_0-00001-of-00002.gguf", "Q8_0/m-Q8_0-00002-of-00002.gguf"}),
     ("org/releases/rwkv7-a", "rwkv7-a", {"rwkv7-a/config.json", "rwkv7-a/model.safetensors"}),
     ("org/lora", "", {"adapter_config.json", "adapter_model.safetensors"}),
+    ("org/lora/adapter_model.safetensors", "", {"adapter_config.json", "adapter_model.safetensors"}),
+    ("org/releases/rwkv7-a/model.safetensors", "rwkv7-a", {"rwkv7-a/config.json", "rwkv7-a/model.safetensors"}),
     ("org/one", "model.pth", {"model.pth"})])
 def test_only_the_needed_files_are_chosen(text: str, target: str, needed: set[str]) -> None:
     name = parse(text)
