@@ -121,7 +121,7 @@ def _conditions(definition: JsonObject) -> list[Condition] | None:
     of each earlier step must be restorable from the output of the step.
     """
     model = definition["model"]
-    added = definition.get("added_tokens", [])
+    added = definition.get("added_tokens") or []
     steps = [*_flat_steps(definition.get("normalizer")), *_flat_steps(definition.get("pre_tokenizer"))]
     types = {step["type"] for step in steps}
     ordinary = [token for token in added if not token["special"]]        # a special token never matches in a text

@@ -20,17 +20,38 @@ ENDS = (END_OF_TEXT,
         "<\uff5cend\u2581of\u2581sentence\uff5c>",       # DeepSeek
         "[SEP]")                         # BERT, which has no other end
 ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
+PLAIN_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
 KEY = "end_of_text"                      # a key in a tokenizer's definition (Tokenizer.to_dict)
 
 
 def special_tokens(parsed: JsonMapping) -> dict[str, int]:
-    return {token["content"]: token["id"] for token in parsed.get("added_tokens") or [] if token["special"]}
+    return {token["content"]: token["id"] for token in added_tokens(parsed) if token["special"]}
 
 
 def vocabulary(parsed: JsonMapping) -> dict[str, int]:
+    return _model_vocabulary(parsed) | {token["content"]: token["id"] for token in added_tokens(parsed)}
+
+
+def added_tokens(parsed: JsonMapping) -> list[JsonObject]:
+    """Returns the file's added tokens with the ids that the library `tokenizers` gives them.
+
+    The library ignores the ids in the file: a token of the model's vocabulary has its id there, and the other tokens follow the
+    vocabulary in the order of the file.
+    """
+    tokens = parsed.get("added_tokens") or []
+    ids = _model_vocabulary(parsed) if tokens else {}
+    size = len(ids)
+    given: dict[str, int] = {}
+    for token in tokens:
+        content = token["content"]
+        if content not in given:
+            given[content] = ids.get(content, max([size, *(index + 1 for index in given.values())]))
+    return [{**token, "id": given[token["content"]]} for token in tokens]
+
+
+def _model_vocabulary(parsed: JsonMapping) -> dict[str, int]:
     vocab = parsed["model"]["vocab"]
-    ids = dict(vocab) if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
-    return ids | {token["content"]: token["id"] for token in parsed.get("added_tokens") or []}
+    return dict(vocab) if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
 
 
 def unknown_token(parsed: JsonMapping) -> str | None:
@@ -124,6 +145,29 @@ def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> Js
         return definition(text, ends or ends_by_rule(parsed), ends_by_first_rule(parsed))
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # JsonTokenizer will raise the error
         return {"kind": "json", "definition": text}
+
+
+def with_listed_tokens(text: str, listed: Iterable[JsonMapping], vocab_size: object) -> tuple[str, list[str]]:
+    """Adds the tokens that another file lists to a tokenizer.json with the content `text`.
+
+    Tokens beyond the model's `vocab_size` ids are taken out, because the model has no embeddings of them; some programs add
+    padding without resizing the model. Returns the new content, or `text` if nothing changes, and the names taken out.
+    """
+    try:
+        parsed = json.loads(text)
+        tokens = parsed.get("added_tokens") or []
+        known = {token["content"] for token in tokens}
+        missing = [{"id": 0, **PLAIN_TOKEN, **token} for token in listed if token["content"] not in known]
+        numbered = added_tokens({**parsed, "added_tokens": [*tokens, *missing]})
+        n_ordinary = len(_model_vocabulary(parsed))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # JsonTokenizer will raise the error
+        return text, []
+    limit = vocab_size if isinstance(vocab_size, int) and vocab_size >= n_ordinary else None
+    usable = [token for token in numbered if limit is None or token["id"] < limit]
+    if not missing and len(usable) == len(tokens):
+        return text, []
+    unusable = [token["content"] for token in numbered if token not in usable]
+    return json.dumps({**parsed, "added_tokens": usable}, ensure_ascii=False), unusable
 
 
 def ends_of(described: JsonMapping) -> list[int]:

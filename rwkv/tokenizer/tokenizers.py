@@ -343,7 +343,7 @@ class JsonTokenizer(Tokenizer):
         self._by_first_rule = special.ends_by_first_rule(parsed)
         self.private = renamed.private
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
-        added = parsed.get("added_tokens") or []
+        added = special.added_tokens(parsed)
         self._added = {token["id"] for token in added if token["content"] not in parsed["model"]["vocab"]}
         self.adds_space = any(step != parsed.get(name) for name, step in _continuation_steps(parsed).items())
         self.strips_spaces = any((token["lstrip"] or token["rstrip"]) and not token["special"] for token in added)

@@ -17,9 +17,10 @@ from models import small_model, tokens
 from refusals import refuses
 from safetensors.torch import load_file, save_file
 from test_rwkv7_files import rewrite
+from tokenizer_files import chatml
 from torch import Tensor, nn
 
-from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
+from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.errors import CheckpointError
 from rwkv.pretrained import RWKV
 
@@ -206,6 +207,48 @@ def refuses_undamaged(path: Path, *words: str) -> None:
         read_checkpoint(path)
     assert "damaged" not in str(error.value)
     refuses(path, *words)
+
+
+# Tokens that tokenizer.json lacks, or that the model does not know
+
+
+def test_tokens_that_only_tokenizer_config_lists_are_the_tokenizers(tmp_path: Path) -> None:
+    """transformers adds them when it loads the tokenizer."""
+    parsed = json.loads(chatml())
+    free = 1 + max(parsed["model"]["vocab"].values())
+    small_model(vocab_size=free + 1).save_pretrained(tmp_path)
+    named = {**parsed["added_tokens"][0], "content": "<|tool|>", "id": free}
+    listed = {str(token.pop("id")): token for token in [named, *parsed["added_tokens"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**parsed, "added_tokens": json.loads(chatml())["added_tokens"][:1]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    checkpoint = read_checkpoint(tmp_path)
+    assert not checkpoint.notes
+    assert tokenizer_of(checkpoint).special == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2, "<|tool|>": free}
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokens_without_a_row_of_the_embedding_are_ignored_with_a_note(tmp_path: Path, file: str) -> None:
+    """Some programs add a token for padding without resizing the model."""
+    parsed = json.loads(chatml())
+    free = 1 + max(parsed["model"]["vocab"].values())
+    small_model(vocab_size=free).save_pretrained(tmp_path)
+    pad = {**parsed["added_tokens"][0], "content": "[PAD]", "id": free}
+    if file == "tokenizer.json":
+        parsed["added_tokens"].append(pad)
+    else:
+        (tmp_path / file).write_text(json.dumps({"added_tokens_decoder": {str(free): pad}}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parsed))
+    checkpoint = read_checkpoint(tmp_path)
+    note, = checkpoint.notes
+    assert "[PAD]" in note
+    assert tokenizer_of(checkpoint).vocab_size == free
+
+
+def test_another_models_tokenizer_is_refused_whatever_its_added_tokens(tmp_path: Path) -> None:
+    small_model(vocab_size=100).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(chatml())
+    with pytest.raises(CheckpointError, match="100"):
+        tokenizer_of(read_checkpoint(tmp_path))
 
 
 # Several weights in one place

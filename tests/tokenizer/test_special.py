@@ -150,3 +150,21 @@ def test_added_tokens_after_special_ones_keep_their_ids() -> None:
     library.add_tokens(["<b>"])
     tokenizer = JsonTokenizer(library.to_str())
     assert (tokenizer.encode("<b>"), tokenizer.encode("[NEW]"), tokenizer.vocab_size) == ([4], [2], 5)
+
+
+@pytest.mark.parametrize("change", [
+    lambda added, free: added[2].update(id=free),
+    lambda added, free: added.append({**added[1], "content": "<|a|>", "id": free + 7}),
+    lambda added, free: added.extend({**added[1], "content": name, "id": free + place}
+                                     for name, place in (("<|a|>", 1), ("<|b|>", 0))),
+    lambda added, free: added.append({**added[1], "content": "<|a|>"}), lambda added, free: added.append(dict(added[1]))])
+def test_a_special_token_has_the_id_that_the_library_gives_it(change: Any) -> None:
+    """The library ignores an id in added_tokens that contradicts the vocabulary, repeats another id or leaves a gap."""
+    parsed = json.loads(chatml())
+    change(parsed["added_tokens"], 1 + max(parsed["model"]["vocab"].values()))
+    library = tokenizers.Tokenizer.from_str(json.dumps(parsed))
+    tokenizer = JsonTokenizer(json.dumps(parsed))
+    assert tokenizer.special == {name: library.token_to_id(name) for name in tokenizer.special}
+    for name, index in tokenizer.special.items():
+        assert tokenizer.encode(tokenizer.private[name]) == [index]
+    assert tokenizer.decode([*tokenizer.special.values(), *tokenizer.encode("bad")]) == "bad"

@@ -69,7 +69,7 @@ def metadata_of(outgoing: Outgoing) -> JsonObject:
 def _bpe_tokens(parsed: JsonObject) -> tuple[list[str], list[int]]:
     """Returns the texts and types of all ids. Raises UserError for a tokenizer that GGUF cannot represent."""
     model = parsed["model"]
-    added = parsed.get("added_tokens") or []
+    added = special.added_tokens(parsed)
     pre_tokenizer = parsed.get("pre_tokenizer") or {}
     differences = {
         "a normalizer": parsed.get("normalizer"),

@@ -82,9 +82,9 @@ def read(path: Path) -> Content:
     known_keys = {*UNUSED, *FEATURES, *CONSTANTS, *generation.HUGGING_FACE_UNUSED, *generation.HUGGING_FACE_SIZES,
              *generation.HUGGING_FACE_CONSTANTS, *generation.HUGGING_FACE_FEATURES}
     others = {name: value for name, value in config.items() if name not in known_keys and not name.endswith(UNUSED_ENDS)}
-    return replace(content, path=path, declared=declared, tokenizer=_tokenizer_definition(path),
-                   tied=config.get("tie_word_embeddings") is True,
-                   notes=[*content.notes, *unknown_key_notes(path / CONFIG, others)])
+    tokenizer, notes = _tokenizer_definition(path, config.get("vocab_size"))
+    return replace(content, path=path, declared=declared, tokenizer=tokenizer, tied=config.get("tie_word_embeddings") is True,
+                   notes=[*content.notes, *unknown_key_notes(path / CONFIG, others), *notes])
 
 
 def _declared_sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
@@ -268,16 +268,29 @@ def _file_by_tensor(index: Path) -> dict[str, str]:
     return places
 
 
-def _tokenizer_definition(folder: Path) -> JsonObject | None:
+def _tokenizer_definition(folder: Path, vocab_size: object) -> tuple[JsonObject | None, list[str]]:
+    """Returns the definition of the directory's tokenizer, or None, and messages. `vocab_size` is that of config.json."""
     if (folder / TOKENIZER).is_file():
         text = _text(folder / TOKENIZER)
         stated = [*_declared_end_tokens(folder)]
         if (vocabulary := world_json.vocabulary_in(text)) is not None:
-            return {"kind": "world", "vocabulary": vocabulary}
-        return special.definition_with_ends(text, stated)
+            return {"kind": "world", "vocabulary": vocabulary}, []
+        text, unusable = special.with_listed_tokens(text, _listed_tokens(folder), vocab_size)
+        notes = [f"{folder} has the tokens {', '.join(unusable[:4])}, but its embedding has no rows for them: they are ignored"]
+        return special.definition_with_ends(text, stated), notes if unusable else []
     if (folder / WORLD).is_file():
-        return {"kind": "world", "vocabulary": _text(folder / WORLD)}
-    return None
+        return {"kind": "world", "vocabulary": _text(folder / WORLD)}, []
+    return None, []
+
+
+def _listed_tokens(folder: Path) -> list[JsonObject]:
+    """Returns the tokens in tokenizer_config.json, in the order of their ids. transformers adds them to tokenizer.json's."""
+    file = folder / TOKENIZER_CONFIG
+    listed = _json(file).get("added_tokens_decoder") if file.is_file() else None
+    if not isinstance(listed, dict) or not all(index.isdecimal() for index in listed):
+        return []
+    tokens = [listed[index] for index in sorted(listed, key=int)]
+    return [token for token in tokens if isinstance(token, dict) and isinstance(token.get("content"), str)]
 
 
 def _declared_end_tokens(folder: Path) -> Iterator[list[int | str]]:
