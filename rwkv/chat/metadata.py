@@ -38,10 +38,10 @@ SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.to
 
 
 def template_file(checkpoint: Path) -> Path | None:
-    """Returns the file from which template_in can read the checkpoint's template, or None if there is no template."""
+    """Returns the file from which template_in can read the checkpoint's template, or None if there is none or it is empty."""
     if checkpoint.is_dir():
         files = [checkpoint / name for name in (JINJA, TOKENIZER_CONFIG)]
-        return next((file for file in files if file.is_file() and template_in(file) is not None), None)
+        return next((file for file in files if file.is_file() and (template_in(file) or "").strip()), None)
     return checkpoint if _is_gguf(checkpoint) and template_in(checkpoint) is not None else None
 
 
@@ -132,7 +132,7 @@ def _default_template(templates: object) -> str | None:
     template = _templates_by_name(templates)
     if isinstance(template, dict):
         template = template.get("default")
-    if not isinstance(template, str) or any(part in template for part in CONVERTER_PARTS):
+    if not isinstance(template, str) or not template.strip() or any(part in template for part in CONVERTER_PARTS):
         return None
     return template
 

@@ -53,10 +53,14 @@ def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
     assert chat_template(default_template(folder).template).render(TALK) == "<user>Hi\n<assistant>"
 
 
-@pytest.mark.parametrize("value", [None, 3, [], ["text"], [{"name": "tool_use", "template": TEMPLATE}], {}])
+@pytest.mark.parametrize("value", [None, 3, [], ["text"], [{"name": "tool_use", "template": TEMPLATE}], {}, "", " \n",
+                                   {"default": ""}])
 def test_without_a_default_the_name_decides(tmp_path: Path, value: Any) -> None:
     folder = directory(tmp_path / "rwkv7-g1k-1.5b", chat_template=value)
     assert default_template(folder).template == "g1"
+    (tmp_path / "rwkv7-g1k-1.5b" / "chat_template.jinja").write_text("\n")
+    assert default_template(folder).template == "g1"
+    (tmp_path / "rwkv7-g1k-1.5b" / "chat_template.jinja").unlink()
     with pytest.raises(UserError):
         chat_template(f"{folder}/tokenizer_config.json")
 
@@ -66,7 +70,7 @@ def test_ggufs_metadata_hold_the_default(tmp_path: Path) -> None:
     assert chat_template(name).render(TALK) == "<user>Hi\n<assistant>"
 
 
-@pytest.mark.parametrize("template", CONVERTERS)
+@pytest.mark.parametrize("template", [*CONVERTERS, " "])
 def test_what_llama_cpps_converter_gives_every_model_is_no_choice(tmp_path: Path, template: str) -> None:
     assert default_template(gguf_file(tmp_path / "a.gguf", tokenizer__chat_template=template)).template == "world"
     assert default_template(gguf_file(tmp_path / "rwkv7-g1d.gguf", tokenizer__chat_template=template)).template == "g1"
