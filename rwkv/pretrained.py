@@ -311,6 +311,11 @@ def _read_with_adapter(path: str | Path, lora: str | Path | None, alpha: float |
 
 
 def require_dtype(dtype: str, device: str) -> None:
+    """Raises UserError for an unknown dtype or device, and for a dtype that the device does not support."""
+    try:
+        torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device must be a device of PyTorch, such as cpu or cuda; got {device!r}") from None
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
     if dtype == "float16" and torch.device(device).type == "cpu":
@@ -319,7 +324,8 @@ def require_dtype(dtype: str, device: str) -> None:
 
 def default_dtype(device: str) -> str:
     """Returns the dtype for inference from a file without blocks: bfloat16 on a GPU that supports bfloat16, else float32."""
-    return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    on_gpu = torch.device(device).type == "cuda"
+    return "bfloat16" if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
 
 
 def _has_half_low_rank(checkpoint: Checkpoint, name: str) -> bool:

@@ -72,6 +72,8 @@ def test_int8_is_not_trainable(saved_file: Path) -> None:
         RWKV.from_pretrained(saved_file, dtype="int8", trainable=True)
     with pytest.raises(UserError, match="requires a GPU"):
         RWKV.from_pretrained(saved_file, dtype="float16")
+    with pytest.raises(UserError, match="device"):
+        RWKV.from_pretrained(saved_file, device="gpu")
 
 
 # Files of other programs
