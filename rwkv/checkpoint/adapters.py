@@ -32,13 +32,14 @@ from torch import Tensor
 
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
-from rwkv.checkpoint.generations import generation_of
+from rwkv.checkpoint.generations import PARTITIONED, generation_of
 from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import ADAPTER as CONFIG
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io import hub
 from rwkv.io.json_types import JsonMapping, JsonObject
+from rwkv.model.base import TIME_STATE
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MODEL_WEIGHTS = tuple(name for name in hub.DIRECTORY_WEIGHTS if not name.startswith(hub.ADAPTER))
@@ -182,6 +183,12 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
         changes[name] = changed
     whole = {_official_weight(name, config, weights): tensors[name] for name in others}
     for name, tensor in whole.items():
+        if name.endswith(TIME_STATE):
+            raise CheckpointError(f"{path} contains an adapter and a tuned state ({name}): save each in its own file, and pass "
+                                  "the state as state=")
+        if tensor.name.startswith(tuple(f"{module}." for module in modules)):
+            raise CheckpointError(f"{path} contains {tensor.name}, part of an adapter of a kind that is not supported: "
+                                  f"expected only {', '.join(RWKV_PEFT_PARTS)}")
         if name not in weights or tensor.count != weights[name].count:
             raise CheckpointError(f"{path} contains {name} of shape {tensor.shape}, but the model has no such tensor: the "
                                   "adapter belongs to a different model")
@@ -261,6 +268,8 @@ def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stor
     B = parts.get("lora_B") or parts.get("lora_embedding_B")
     if A is None or B is None:
         raise CheckpointError(f"{path} has only {', '.join(parts)} for {module}: the adapter is incomplete")
+    if not A.count or not B.count:
+        raise CheckpointError(f"{path}: the adapter for {module} {PARTITIONED}")
     if len(A.shape) != 2 or len(B.shape) != 2 or A.shape[0] != B.shape[1] or not A.shape[0]:
         raise CheckpointError(f"{path}: for {module}, the shapes of A {A.shape} and B {B.shape} do not match")
     return A, B

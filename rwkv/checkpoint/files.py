@@ -338,7 +338,10 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
     if name is not None:
         tokenizer = Tokenizer.named(name, option, end_of_text=end_of_text, like=checkpoint.tokenizer)
     elif checkpoint.tokenizer is not None:
-        tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text, end_option(option))
+        try:
+            tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text, end_option(option))
+        except UserError as error:
+            raise UserError(f"{checkpoint.path}: {error}") from None
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
         raise UserError(f"{checkpoint.path} contains no tokenizer: pass {option}={suggested}")

@@ -44,6 +44,12 @@ from rwkv.model.base import TIME_STATE
 
 Shape = tuple[int, ...]
 
+# The end of an error about a tensor without values
+PARTITIONED = ("has no values. DeepSpeed's ZeRO-3 saves such files, with the values elsewhere: run zero_to_fp32.py in the "
+               "folder of the training checkpoint, and pass the file that it writes")
+
+HEAD = "head.weight"
+
 # These parts of tensor names are added by torch.compile, activation checkpointing, FSDP, DeepSpeed and data parallelism
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_forward_module",
                       "module"))
@@ -141,7 +147,9 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
         if name not in tensors:
             raise CheckpointError(f"{path} is not a complete {generation.model.NAME} checkpoint: {name} is missing. "
                                   f"The file contains {_describe_names(tensors)}")
-        if len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
+        if tensors[name].count <= 1:
+            raise CheckpointError(f"{path}: {name} {PARTITIONED}")
+        if len(tensors[name].shape) != 2:
             raise CheckpointError(f"{path}: {name} must be a matrix; got shape {tensors[name].shape}. The file may have been "
                                   "converted incorrectly")
         return tensors[name].shape
@@ -204,6 +212,11 @@ def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], confi
     """Returns the tensors in the model's order and shapes. Raises CheckpointError for missing, surplus or misshapen tensors."""
     expected: dict[str, Shape] = generation.model.shapes(config, vocab_size)
     missing = [name for name in expected if name not in tensors]
+    if missing == [HEAD]:
+        remedy = "set tie_word_embeddings to true in config.json" if path.is_dir() else \
+            "pass the directory with the config.json that sets tie_word_embeddings to true"
+        raise CheckpointError(f"{path} has no output head ({HEAD}), so it is not a language model. If the embedding is also "
+                              f"the head, {remedy}")
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} of {len(expected)} tensors, such as {missing[0]} "
                               f"{expected[missing[0]]}: the file is not a complete {generation.model.NAME} checkpoint, or was "

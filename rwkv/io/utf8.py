@@ -10,6 +10,8 @@ from typing import Any
 from rwkv.errors import UserError
 
 GZIP = b"\x1f\x8b"
+LFS = b"version https://git-lfs"         # how a Git LFS pointer begins
+LFS_POINTER = "a Git LFS pointer, not the file itself: run git lfs pull, or download the file"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # these control characters do not occur in text
 BEGINNING = 4096                         # the kind of a file is guessed from this many bytes
@@ -20,9 +22,12 @@ HOLE = bytes(4096)                       # a page of a file is zero if it was ne
 def read_text(path: Path, name: str) -> str:
     """Returns the text of a file, without a byte order mark. `name` is the file's name for errors.
 
-    Raises UserError if the file is unreadable or not UTF-8.
+    Raises UserError if the file is unreadable, not UTF-8 or a Git LFS pointer.
     """
-    return decode(read_bytes(path, name), name)
+    content = read_bytes(path, name)
+    if content.startswith(LFS):
+        raise UserError(f"{name} is {LFS_POINTER}")
+    return decode(content, name)
 
 
 def read_bytes(path: Path, name: str, most: int = -1) -> bytes:

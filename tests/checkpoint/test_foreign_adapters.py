@@ -262,6 +262,18 @@ def test_miss_of_rwkv_peft(folder: Path, tmp_path: Path, name: str) -> None:
     assert_weights(with_adapter(base, tmp_path / "rwkv-0.pth").weights, expected)
 
 
+@pytest.mark.parametrize(("name", "shape", "word"), [
+    ("blocks.0.att.key.lora_M", (1, C), "lora_M"), ("blocks.0.att.time_state", (2, 64, 64), "state="),
+    ("blocks.0.att.key.lora_A", (0,), "zero_to_fp32")])
+def test_what_else_is_in_a_file_of_rwkv_peft_is_named(folder: Path, tmp_path: Path, name: str, shape: tuple[int, ...],
+                                                      word: str) -> None:
+    parts = {"blocks.0.att.key.lora_A": random(R, C), "blocks.0.att.key.lora_B": random(C, R), name: random(*shape)}
+    torch.save(parts, tmp_path / "rwkv-0.pth")
+    with pytest.raises(CheckpointError, match=word) as error:
+        with_adapter(read_checkpoint(folder / "base.pth"), tmp_path / "rwkv-0.pth", 32)
+    assert "different model" not in str(error.value)
+
+
 # Refused by name
 
 

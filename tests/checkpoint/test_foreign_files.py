@@ -131,7 +131,7 @@ def test_what_stands_for_a_file_is_named(tmp_path: Path, name: str, content: byt
     refuses_undamaged(tmp_path / name, words)
 
 
-@pytest.mark.parametrize("part", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("part", ["model.safetensors", "config.json", "tokenizer.json", "rwkv_vocab_v20230424.txt"])
 def test_a_pointer_in_a_directory_is_named(model: RWKV, tmp_path: Path, part: str) -> None:
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / part).write_text("version https://git-lfs.github.com/spec/v1\n")
@@ -154,12 +154,17 @@ def unmerged(model: RWKV) -> Weights:
     return model.state_dict() | as_lora(model)
 
 
+def partitioned(model: RWKV) -> Weights:
+    return {name: torch.zeros(0) for name in model.state_dict()}
+
+
 def saved_state(model: RWKV) -> Weights:
     return {"logits": torch.zeros(1, 40)} | model.empty_state(1).named()
 
 
 @pytest.mark.parametrize(("content", "words"), [(as_state, "adapters="), (as_lora, "adapters="), (as_peft, "adapters="),
-                                                (unmerged, "LoRA"), (saved_state, "state=")])
+                                                (unmerged, "LoRA"), (saved_state, "state="),
+                                                (partitioned, "zero_to_fp32")])
 def test_a_state_or_an_adapter_says_which_option_takes_it(model: RWKV, tmp_path: Path, content: Callable[[RWKV], Weights],
                                                           words: str) -> None:
     torch.save(content(model), tmp_path / "file.pth")
@@ -182,6 +187,16 @@ def test_other_files_say_what_they_are(model: RWKV, tmp_path: Path) -> None:
     refuses_undamaged(tmp_path / "script.pt", "TorchScript")
     torch.save(model, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     refuses_undamaged(tmp_path / "old.pth", "state_dict()")
+    torch.save(model.state_dict() | {"_strategy": "cuda fp16i8", "_version": "0.8.32"}, tmp_path / "converted.pth")
+    refuses_undamaged(tmp_path / "converted.pth", "cuda fp16i8")
+    writer = gguf.GGUFWriter(tmp_path / "adapter.gguf", "rwkv7")
+    writer.add_type("adapter")
+    writer.add_tensor("blk.0.time_mix_key.weight.lora_a", np.zeros((2, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    refuses_undamaged(tmp_path / "adapter.gguf", "adapter")
     save_file({}, tmp_path / "nothing.safetensors")
     refuses_undamaged(tmp_path / "nothing.safetensors", "contains nothing")
     save_file({"ids": torch.zeros(3, dtype=torch.int64)}, tmp_path / "ids.safetensors")
@@ -302,6 +317,26 @@ def test_shards_without_their_index_or_config_say_so(model: RWKV, tmp_path: Path
     refuses_undamaged(folder, "index")
     (folder / "config.json").unlink()
     refuses_undamaged(folder, "config.json")
+
+
+def test_the_models_in_the_folders_of_a_folder_are_named(model: RWKV, tmp_path: Path) -> None:
+    """A trainer of transformers writes checkpoint-1, checkpoint-2 and so on."""
+    for number in (1, 2):
+        save_directory(model, tmp_path / "out" / f"checkpoint-{number}")
+    refuses_undamaged(tmp_path / "out", "checkpoint-2")
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_model_without_a_head_is_no_language_model_unless_its_embedding_is_the_head(model: RWKV, tmp_path: Path,
+                                                                                      prefix: str) -> None:
+    folder = save_directory(model, tmp_path / "model")
+    weights = {name.replace("model.", prefix, 1): weight for name, weight in load_file(folder / "model.safetensors").items()
+               if name != "lm_head.weight"}
+    save_file(weights, folder / "model.safetensors")
+    refuses_undamaged(folder, "output head")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    assert torch.equal(RWKV.from_pretrained(folder).head.weight, model.emb.weight)
 
 
 def test_a_link_without_its_file_is_no_file_with_weights(model: RWKV, tmp_path: Path) -> None:

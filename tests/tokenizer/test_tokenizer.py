@@ -229,6 +229,7 @@ WRONG = {
     "not JSON": "def main",
     "other JSON": '{"a": 1}',
     "truncated": BPE.definition[:1000],
+    "a Git LFS pointer": "version https://git-lfs.github.com/spec/v1\n",
     "empty": "",
     # the library raises a BaseException that is no Exception
     "a panic of the library": json.dumps(json.loads(BPE.definition) | {

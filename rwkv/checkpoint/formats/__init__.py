@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rwkv.errors import CheckpointError, UserError
+from rwkv.io.utf8 import LFS, LFS_POINTER
 
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int8", "int4")}     # block formats
 LAYOUTS = ("fla", "official", "transformers-rwkv")       # layouts of RWKV-7's Hugging Face directories
@@ -30,7 +31,7 @@ TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
 BYTES_SHOWN = 16                         # an error shows this many bytes of an unknown file; in every format some are not TEXT
 # A file that begins with these bytes is not a checkpoint: what it is, and what to do
 NOT_WEIGHTS = {
-    b"version https://git-lfs": "a Git LFS pointer, not the file itself: run git lfs pull, or download the file",
+    LFS: LFS_POINTER,
     b"# xet version": "a Xet pointer, not the file itself: fetch the file with git xet, or download the file",
     b"<!doctype html": "a web page, not the file: download the file", b"<html": "a web page, not the file: download the file",
     b"\x1f\x8b": "compressed with gzip: decompress the file", b"7z\xbc\xaf": "a 7z archive: unpack the archive",

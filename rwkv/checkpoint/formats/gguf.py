@@ -48,6 +48,7 @@ CONTEXT_LENGTH = 1 << 20
 SPLIT_NUMBER = "split.no"
 SPLIT_TENSORS = "split.tensors.count"
 LAYER_NORM_EPSILON = 1e-5
+ADAPTER = "adapter"                      # a value of general.type
 HEAD_SIZE_KEY = "wkv.head_size"
 
 
@@ -58,6 +59,9 @@ def recognises(path: Path) -> bool:
 def read(path: Path) -> Content:
     """Reads a model from one file, or from all parts of a split model. `path` may be any part; the first has the metadata."""
     metadata, tensors = _read_part(path)
+    if metadata.get("general.type") == ADAPTER:
+        raise CheckpointError(f"{path} is a GGUF file with an adapter, not a model. Adapters in GGUF are not supported: pass "
+                              "the PEFT directory that it was converted from as lora=")
     parts = model_parts(path, metadata)
     if parts[0] != path:
         metadata, tensors = _read_part(parts[0])

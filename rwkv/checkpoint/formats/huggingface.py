@@ -306,7 +306,6 @@ def _declared_end_tokens(folder: Path) -> Iterator[list[int | str]]:
 
 
 def _json(path: Path) -> JsonObject:
-    require_no_pointer(path)
     try:
         content = json.loads(_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
@@ -317,6 +316,7 @@ def _json(path: Path) -> JsonObject:
 
 
 def _text(path: Path) -> str:
+    require_no_pointer(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -8,9 +8,11 @@ from pathlib import Path
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, ckpt
 from rwkv.checkpoint.formats._torch_file import load, stored_tensors, weights_in
+from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".pth",)
+STRATEGY = "_strategy"                   # the package rwkv adds this key if it converts a file with convert_and_save_and_exit
 
 
 def recognises(path: Path) -> bool:
@@ -19,6 +21,9 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Content:
     content = load(path)
+    if STRATEGY in content:
+        raise CheckpointError(f"{path} was converted by the package rwkv for the strategy {str(content[STRATEGY])[:60]!r}, "
+                              "which changes the weights: pass the .pth that it was converted from")
     if ENTRY in content or isinstance(content.get("state_dict"), dict):
         return ckpt.parse(path, content)
     return Content(path, stored_tensors(path, weights_in(path, content)))
