@@ -80,6 +80,8 @@ class RWKV(Model):
             lora_alpha: the adapter's alpha, if its file has none.
         """
         require_dtype(dtype, device)
+        if lora is None and lora_alpha is not None:
+            raise UserError("lora_alpha requires lora=")
         if trainable and dtype not in ("float32", "bfloat16"):
             raise UserError(f"trainable=True requires dtype=float32 or dtype=bfloat16; got dtype={dtype}")
         checkpoint = _read_with_adapter(path, lora, lora_alpha)

@@ -204,6 +204,8 @@ def test_a_lora_of_rwkv_peft_takes_alpha_by_option(folder: Path, tmp_path: Path)
     assert_weights(with_adapter(base, tmp_path / "rwkv-0.pth", 32).weights, expected)
     with pytest.raises(UserError, match="lora_alpha"):
         with_adapter(base, tmp_path / "rwkv-0.pth")
+    with pytest.raises(UserError, match="requires lora="):
+        RWKV.from_pretrained(folder / "base.pth", lora_alpha=32)
     with pytest.raises(CheckpointError, match="lora="):
         read_checkpoint(tmp_path / "rwkv-0.pth")
     model = RWKV.from_pretrained(folder / "base.pth", lora=tmp_path / "rwkv-0.pth", lora_alpha=32)
