@@ -41,6 +41,7 @@ from rwkv.chat.thoughts import Think, ThoughtParser, parse_think
 from rwkv.cli.garbage import without_garbage_collection
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
+from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, escape_controls, wrap_text
 from rwkv.io.utf8 import decode
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 DIM = "\033[2m"                          # escape codes of a terminal
 NORMAL = "\033[0m"
+SAVED = b'{"messages": ['                # a saved conversation begins with this
 SETTINGS = (*SAMPLING_OPTIONS, "sampling", "max_new_tokens", "think", "seed")     # the names that /set accepts
 
 
@@ -169,9 +171,14 @@ class Terminal:
     def _save(self, path: str) -> None:
         if not path:
             raise UserError("/save requires a file name")
+        file = Path(from_home(path))
+        text = json.dumps({"messages": self.talk.messages}, ensure_ascii=False) + "\n"
         try:
-            with Path(from_home(path)).open("w", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": self.talk.messages}, ensure_ascii=False) + "\n")
+            if not file.parent.is_dir():
+                raise UserError(f"cannot write {path}: the folder {file.parent} does not exist")
+            if not _may_replace(file):   # such as the checkpoint, which the process has mapped into memory
+                raise UserError(f"cannot write {path}: the file exists and is not a saved conversation. Choose another name")
+            write_file(file, lambda stream: stream.write(text.encode()))
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
 
@@ -254,6 +261,14 @@ class _Answer:
         if last and self.in_thoughts:
             after = self._cut if self._parser.thinking else self._marks[1].rstrip("\n")
         print(f"{before}{thoughts}{after}{text}", end="", flush=True)
+
+
+def _may_replace(file: Path) -> bool:
+    """Returns True if the file is missing, empty, a saved conversation, or no regular file."""
+    if not file.is_file() or not file.stat().st_size:
+        return True
+    with file.open("rb") as stream:
+        return stream.read(len(SAVED)) == SAVED
 
 
 def _from_yaml(name: str, text: str) -> Any:

@@ -241,6 +241,24 @@ def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().err == f"error: cannot write {tmp_path}: {os.strerror(errno.EISDIR)}\n"
 
 
+def test_a_conversation_replaces_a_conversation_and_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another file may be the checkpoint, which the process has mapped. A failed write leaves the old conversation."""
+    terminal = Terminal(talk())
+    model, saved = tmp_path / "model.pth", tmp_path / "talk.json"
+    model.write_bytes(b"PK\3\4 weights")
+    assert not terminal.turn(f"/save {model}")
+    assert model.read_bytes() == b"PK\3\4 weights"
+    list(terminal.talk.say("Hi"))
+    for _ in range(2):
+        assert terminal.turn(f"/save {saved}")
+    before = saved.read_bytes()
+    list(terminal.talk.say("And?"))
+    monkeypatch.setattr(os, "fsync", lambda handle: os.write(-1, b""))   # fails like a full disk
+    assert not terminal.turn(f"/save {saved}")
+    assert saved.read_bytes() == before
+    assert {*tmp_path.iterdir()} == {model, saved}
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_full_disk_ends_the_conversation() -> None:
     """A full disk is no mistake in one turn, after which the next turn could go on."""
