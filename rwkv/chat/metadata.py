@@ -10,6 +10,7 @@ Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,6 +76,38 @@ def names_in(checkpoint: Path) -> list[str]:
     return _string_values(_read_json(config), NAMES_IN_DIRECTORY) if config.is_file() else []
 
 
+def texts_of(checkpoint: Path) -> dict[str, str]:
+    """Returns the chat templates and generation options of a directory or GGUF file, as a directory's texts by file name.
+
+    A checkpoint that is converted has the same template and options in the new format.
+    """
+    texts: dict[str, str | None] = {}
+    if file := template_file(checkpoint):
+        texts = {JINJA: template_in(file), TOOL_USE_FILE: tool_template_in(file)}
+    if checkpoint.is_dir():
+        options = (checkpoint / name for name in (GENERATION_CONFIG, FAKE_THINK_CONFIG, TOOLS_CONFIG))
+        texts |= {file.name: read_text(file, str(file)) for file in options if file.is_file() and _read_json(file)}
+    elif generation := generation_in(checkpoint):
+        texts[GENERATION_CONFIG] = json.dumps({"do_sample": True, **generation.sampling}, indent=2) + "\n"
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def gguf_metadata(texts: Mapping[str, str]) -> JsonObject:
+    """Returns the metadata of a GGUF file with the templates and options in `texts`, which are those of texts_of."""
+    templates = {IN_GGUF: texts.get(JINJA), f"{IN_GGUF}.{TOOL_USE}": texts.get(TOOL_USE_FILE)}
+    sampling = _sampling(json.loads(texts.get(GENERATION_CONFIG, "{}")))
+    return {**{key: text for key, text in templates.items() if text},
+            **{key: sampling[name] for key, name in SAMPLING_IN_GGUF.items() if name in sampling}}
+
+
+def not_in_gguf(texts: Mapping[str, str]) -> list[str]:
+    """Returns the names of the files and options in `texts`, those of texts_of, for which GGUF has no metadata."""
+    config = json.loads(texts.get(GENERATION_CONFIG, "{}"))
+    options = ("stop_strings", "max_new_tokens", *(name for name in PENALTIES if name not in SAMPLING_IN_GGUF.values()))
+    files = [name for name in (FAKE_THINK_CONFIG, TOOLS_CONFIG) if name in texts]
+    return files + [name for name in options if config.get(name)]
+
+
 class Generation(NamedTuple):
     """The generation options in a file."""
 
@@ -118,8 +151,11 @@ def _generation(file: Path) -> Generation:
     tokens = config.get("max_new_tokens")
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 or tokens < 1):
         raise UserError(f"{file}: max_new_tokens must be a whole number of at least 1; got {json.dumps(tokens)[:60]}")
-    sampling = _number_values(config, {**DRAWN, **PENALTIES} if draws else PENALTIES)
-    return Generation(file, sampling, draws, tuple(stops), None if tokens is None else int(tokens))
+    return Generation(file, _sampling(config), draws, tuple(stops), None if tokens is None else int(tokens))
+
+
+def _sampling(config: JsonObject) -> JsonObject:
+    return _number_values(config, {**DRAWN, **PENALTIES} if config.get("do_sample") is True else PENALTIES)
 
 
 def _templates_by_name(templates: object) -> object:

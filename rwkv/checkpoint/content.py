@@ -71,6 +71,7 @@ class Outgoing:
         packed: the matrices that the source file stores packed.
         card: the text of the README.md in a Hugging Face directory.
         by_input: stores the matrices with sparse inputs transposed, which makes decoding on a CPU faster.
+        texts: the source's chat templates and generation options, as a directory's texts by file name.
     """
 
     tensors: dict[str, Stored]
@@ -82,6 +83,7 @@ class Outgoing:
     packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
     card: str = ""
     by_input: bool = False
+    texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def plain_entry(path: Path, entry: object) -> JsonObject:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.matvec import Packed
+from rwkv.chat.metadata import texts_of
 from rwkv.chat.names import trained_length
 from rwkv.checkpoint import adapters, card, formats, time_states, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, PackedMatrix
@@ -33,6 +34,7 @@ MAX_UNUSED_ROWS = 255                    # an embedding may have this many more 
 WORLD_VOCABULARY = 65536
 SUGGESTED = {50277: "20B_tokenizer.json (models trained on the Pile use this GPT-NeoX tokenizer)"}
 WITH_STATES = ("pth", "safetensors", "st")               # these formats can hold tuned states besides weights
+WITH_TEMPLATES = ("huggingface", "gguf")                 # these formats can hold chat templates and generation options
 PACKED = formats.QUANTISED["safetensors"]                # weights in these formats stay packed in memory
 DEFAULT_CTX_LEN = 1024                   # applies if neither the file nor its name states a length; no shape depends on it
 
@@ -299,7 +301,13 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint_of(checkpoint)
     text = card.directory_card(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
     module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, layout, packed, text,
-                                by_input))
+                                by_input, texts_beside(checkpoint) if format in WITH_TEMPLATES else {}))
+
+
+def texts_beside(checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns the chat templates and generation options in the checkpoint's directory or GGUF file, or else in its base's."""
+    names = (checkpoint.path, (checkpoint.run or {}).get("init_from"))
+    return next(filter(None, (texts_of(Path(name)) for name in names if name)), {})
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -> None:

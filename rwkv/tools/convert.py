@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from kernels.arguments import Parser, above_zero, from_home, path_of
+from rwkv.chat.metadata import not_in_gguf
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.location import locate
 from rwkv.cli import exit_on_user_error
@@ -119,7 +120,14 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         by_input: stores matrices with sparse inputs transposed, as in write_checkpoint.
         calibrate: the file of a text for which int4 in .safetensors is rounded.
     """
-    from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
+    from rwkv.checkpoint.files import (
+        WITH_TEMPLATES,
+        read_checkpoint,
+        texts_beside,
+        tokenizer_of,
+        with_adapter,
+        write_checkpoint,
+    )
     from rwkv.model.base import generation, n_parameters
 
     name = format or formats.by_suffix(target)
@@ -154,6 +162,10 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
 
         write_checkpoint(checkpoint, target, dtype, name, progress, layout, str(source), command, by_input)
     _log(f"written: {target} ({name})")
+    texts = texts_beside(checkpoint)
+    lost = [*texts] if name not in WITH_TEMPLATES else not_in_gguf(texts) if name == "gguf" else []
+    if lost:
+        _log(f"{target} does not contain {', '.join(lost)} of {source}: the format {name} cannot store them")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
         _log(f"{target} does not contain the tokenizer: the format {name} cannot store a tokenizer")
 

@@ -24,6 +24,7 @@ from tokenizer_files import chatml, sentencepiece_bpe
 from torch import Tensor
 
 from kernels.select import select
+from rwkv.chat.metadata import generation_in, template_file, template_in, tool_template_in
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.checkpoint.formats import ggmf
@@ -111,6 +112,40 @@ def test_tokenizer_and_configuration_travel(tmp_path: Path, tokenizer: Any, name
     checkpoint = read_checkpoint(tmp_path / name)
     actual = checkpoint.config, checkpoint.tokenizer, checkpoint.tokenizer_hash
     assert actual == (model.config, tokenizer.to_dict(), tokenizer.hash)
+
+
+@pytest.mark.parametrize("targets", [("out",), ("out.gguf",), ("out.gguf", "out"), ("model",)], ids="-".join)
+def test_the_chat_template_and_the_sampling_options_travel(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    """The last target replaces the source itself."""
+    source = tmp_path / "model"
+    small_model(generation="rwkv7", vocab_size=300, **SIZES["rwkv7"]).save_pretrained(source)
+    save_file(hugging_face_tensors(source), source / "model.safetensors")        # as another program writes it
+    (source / "tokenizer.json").write_text(chatml())
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (source / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.5, "top_k": 7,
+                                                               "eos_token_id": [2], "pad_token_id": 0}))
+    ends = tokenizer_of(read_checkpoint(source)).ends
+    for target in targets:
+        convert.convert(source, tmp_path / target)
+        source = tmp_path / target
+    file = template_file(source)
+    assert file is not None
+    assert (template_in(file), tool_template_in(file)) == ("{{ messages }}", "{{ tools }}")
+    assert generation_in(source).sampling == {"temperature": 0.5, "top_k": 7}
+    assert tokenizer_of(read_checkpoint(source)).ends == ends == (2,)
+
+
+def test_a_chat_template_that_nobody_else_has_is_not_replaced(model: RWKV, tmp_path: Path,
+                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    """The converter reports a template that the format cannot store."""
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    convert.convert(tmp_path / "model", tmp_path / "model.safetensors")
+    assert "chat_template.jinja" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"chat_template\.jinja"):
+        convert.convert(tmp_path / "model.safetensors", tmp_path / "model")
 
 
 @pytest.mark.parametrize(("names", "end"), [(["<|endoftext|>"], 0), (["<pad>", "<|endoftext|>"], 1), (["</s>"], 0)], ids=str)

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rwkv.chat.metadata import gguf_metadata
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import QUANTISED, _gguf_tokenizer, first_bytes
 from rwkv.checkpoint.formats._gguf_header import read_header
@@ -143,7 +144,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
     tokenizer = _gguf_tokenizer.metadata_of(outgoing)
     tensors = {name: _with_type(generation, tensor, outgoing.quantised)
                for name, tensor in generation.to_format_layout(outgoing.tensors, "gguf").items()}
-    metadata = _metadata(generation, outgoing, tensors) | tokenizer
+    metadata = _metadata(generation, outgoing, tensors) | tokenizer | gguf_metadata(outgoing.texts)
     write_file(path, lambda file: _write_with_package(library, file, generation.GGUF_ARCHITECTURE, metadata, tensors))
 
 

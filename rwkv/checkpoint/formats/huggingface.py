@@ -16,7 +16,7 @@ rwkv-rs/hf-adapter.
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -125,7 +125,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
     generation = generation_of(outgoing.config)
     if outgoing.layout is not None and not hasattr(generation, "OFFICIAL_PREFIX"):
         raise UserError(f"{generation.model.NAME} has only one layout for Hugging Face directories: omit the layout")
-    _require_ours(path)
+    _require_ours(path, outgoing.texts)
     write_folder(path, lambda folder: _write(folder, outgoing))
 
 
@@ -174,16 +174,21 @@ def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
                                               "split_special_tokens": True}, indent=2) + "\n"
     elif tokenizer.get("kind") == "world":
         texts[WORLD] = tokenizer["vocabulary"]
-    if outgoing.layout in ("official", "transformers-rwkv"):
-        texts[GENERATION_CONFIG] = json.dumps({**ids, "pad_token_id": ends[0]}, indent=2) + "\n"
+    texts |= outgoing.texts
+    options = json.loads(outgoing.texts.get(GENERATION_CONFIG, "{}"))
+    defaults = {**ids, "pad_token_id": ends[0]} if outgoing.layout in ("official", "transformers-rwkv") else {}
+    if defaults or options:
+        texts[GENERATION_CONFIG] = json.dumps({**defaults, **options, **(ids if tokenizer else {})}, indent=2) + "\n"
     return texts
 
 
-def _require_ours(path: Path) -> None:
+def _require_ours(path: Path, texts: Mapping[str, str]) -> None:
+    """Raises UserError if `path` contains files that would be lost: others than OURS, and others than the same `texts`."""
     if path.exists() and not path.is_dir():              # write_folder would replace a device or pipe, such as /dev/null
         raise UserError(f"{path} must be a directory, but is a file or a device: choose another name")
-    others = sorted(file.name for file in path.iterdir() if file.name not in OURS and not card.is_ours(file)) \
-        if path.exists() else []
+    same = {path / name for name, text in texts.items() if (path / name).is_file() and _text(path / name) == text}
+    others = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir() and file not in same
+                    and (file.parent != path or (file.name not in OURS and not card.is_ours(file))))
     if others:
         raise UserError(f"{path} contains {others[0]}, which is not part of a checkpoint: choose an empty directory")
 
