@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
@@ -49,8 +49,10 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
     sampling = sampling or Sampling.from_config(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
     single = len(prompts) * config.num_samples == 1
-    with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,
-          StopRequest() as request):
+    if len(prompts) > config.batch_size:             # an error in a later prompt precedes the work on earlier ones
+        tokenizer.encode_batch(prompts)
+    with ExitStack() as files, StopRequest() as request:
+        out: TextIO | None = None
         n_written = 0
         while batch := list(itertools.islice(jobs, config.batch_size)):
             started = time.perf_counter()
@@ -64,6 +66,8 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
             else:
                 _write_texts(samples, clock, request, n_written)
             report = clock.report()
+            if config.out and out is None:           # not earlier, so that an error leaves the old file
+                out = files.enter_context(Path(config.out).open("w", encoding="utf-8"))
             if file := out or (sys.stderr if config.logprobs else None):
                 _write_json(samples, file)
             print(report, file=sys.stderr)

@@ -425,7 +425,8 @@ def test_rwkv_4_has_the_same_rule(models: dict[str, RWKV], tmp_path: Path, key: 
 
 
 @pytest.mark.parametrize("keys", [
-    {"hidden_act": "relu2"}, {"hidden_act": None}, {"num_heads": None, "value_dim": [64, 64], "attn": None}, {"num_heads": 32},
+    {"hidden_act": "relu2"}, {"hidden_act": None}, {"num_heads": None, "value_dim": [64, 64], "attn": None}, {"value_dim": []},
+    {"num_heads": 32},
     {"layer_types": ["linear_attention"] * 2, "fuse_norm": True, "attn_mode": "fused_recurrent", "hidden_ratio": 4.0},
     {"norm_eps": 0.00001, "bos_token_id": 1, "hidden_dropout": 0.1, "transformers_version": "5.0", "rope_scaling": None}])
 def test_keys_that_change_nothing_are_silent(model: RWKV, tmp_path: Path, keys: dict[str, Any]) -> None:

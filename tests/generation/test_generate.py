@@ -115,6 +115,14 @@ def test_many_prompts_are_the_same_texts_as_one_by_one(run: Run) -> None:
         assert [len(entry["top"]) for entry in sample["logprobs"]] == [2] * 15
 
 
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_prompt_without_ids_is_an_error_before_any_work_and_leaves_the_old_file(run: Run, last: int) -> None:
+    Path("samples.jsonl").write_text("of yesterday\n")
+    Path("prompts.txt").write_text("\n".join(["ab", "z"][-last:]))
+    one_sentence(run("generate", *CHECKPOINT, "prompts=prompts.txt", "batch_size=1", "out=samples.jsonl"), "'z'")
+    assert Path("samples.jsonl").read_text() == "of yesterday\n"
+
+
 NO_LINE_ENDS = "a\u2028b\u2029c\x85d\fe\vf"
 
 

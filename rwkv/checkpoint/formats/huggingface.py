@@ -91,10 +91,10 @@ def _declared_sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> Js
     declared: JsonObject = {}
     for key, name in sizes.items():
         value = config.get(key)
-        if value is None:
-            continue
         if key == "value_dim" and isinstance(value, list) and all(width == value[0] for width in value):
             value = value[0] if value else None          # the list has one value per layer
+        if value is None:
+            continue
         if declared.setdefault(name, value) != value:
             raise CheckpointError(f"{path} sets {key} to {value}, but another key sets the same size to {declared[name]}. "
                                   "Models in which these sizes differ are not supported")
