@@ -17,6 +17,8 @@ from rwkv.io.json_types import JsonObject
 
 GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # describe no model
 
+SUFFIX = re.compile(r"\.(pth|pt|ckpt|safetensors|st|bin|ggmf|gguf)\Z")
+
 _SERIES = re.compile(r"(?<![a-z0-9])g([01])([a-z]?)\d*(?![a-z0-9])")
 _DATED = re.compile(r"(?<![a-z0-9])rwkv-?(?:7|x070|v7)[a-z]?(?![0-9]).*?(?<!\d)(20\d\d)-?([01]\d)-?([0-3]\d)(?!\d)")
 _CONTEXT = re.compile(r"(?<![a-z0-9])ctx(\d{3,7})(?!\d)")
@@ -84,14 +86,23 @@ def template_of_series(*names: str | None) -> Choice:
     The template is g1 for the series G0 and G1, and for any RWKV-7 model released since the first G1 model. For other models,
     the template is world. The series is inferred from the model's name, or else from a name inside the file.
     """
-    for name in _descriptive_names(names):
-        if match := _SERIES.search(name.lower()):
-            return Choice("g1", f"{name} belongs to the series G{match[1]}{match[2]}")
-        if "world" in name.lower():
-            return Choice("world", f"{name} belongs to the World series")
-        if "pile" not in name.lower() and _release_day(name) >= FIRST_G1:
-            return Choice("g1", f"{name} is dated after the first G1 model")
-    return Choice("world", "default")
+    return next(filter(None, map(_choice_by_name, _descriptive_names(names))), Choice("world", "default"))
+
+
+def series_name(*names: str | None) -> str | None:
+    """Returns the name from which template_of_series infers the series, without a suffix, or None. `names` are the same."""
+    name = next(filter(_choice_by_name, _descriptive_names(names)), None)
+    return name and SUFFIX.sub("", name)
+
+
+def _choice_by_name(name: str) -> Choice | None:
+    if match := _SERIES.search(name.lower()):
+        return Choice("g1", f"{name} belongs to the series G{match[1]}{match[2]}")
+    if "world" in name.lower():
+        return Choice("world", f"{name} belongs to the World series")
+    if "pile" not in name.lower() and _release_day(name) >= FIRST_G1:
+        return Choice("g1", f"{name} is dated after the first G1 model")
+    return None
 
 
 def trained_length(*names: str | None) -> Length:

@@ -72,6 +72,7 @@ class Outgoing:
         card: the text of the README.md in a Hugging Face directory.
         by_input: stores the matrices with sparse inputs transposed, which makes decoding on a CPU faster.
         texts: the source's chat templates and generation options, as a directory's texts by file name.
+        name: the model's name, if a default chat template follows from it.
     """
 
     tensors: dict[str, Stored]
@@ -84,6 +85,7 @@ class Outgoing:
     card: str = ""
     by_input: bool = False
     texts: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
 
 
 def plain_entry(path: Path, entry: object) -> JsonObject:

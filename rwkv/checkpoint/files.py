@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.matvec import Packed
 from rwkv.chat.metadata import texts_of
-from rwkv.chat.names import trained_length
+from rwkv.chat.names import series_name, trained_length
 from rwkv.checkpoint import adapters, card, formats, time_states, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, PackedMatrix
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes, tuned_kind
@@ -301,13 +301,18 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint_of(checkpoint)
     text = card.directory_card(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
     module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, layout, packed, text,
-                                by_input, texts_beside(checkpoint) if format in WITH_TEMPLATES else {}))
+                                by_input, texts_beside(checkpoint) if format in WITH_TEMPLATES else {},
+                                series_name(*_names_of(checkpoint))))
 
 
 def texts_beside(checkpoint: Checkpoint) -> dict[str, str]:
     """Returns the chat templates and generation options in the checkpoint's directory or GGUF file, or else in its base's."""
-    names = (checkpoint.path, (checkpoint.run or {}).get("init_from"))
-    return next(filter(None, (texts_of(Path(name)) for name in names if name)), {})
+    return next(filter(None, (texts_of(Path(name)) for name in _names_of(checkpoint) if name)), {})
+
+
+def _names_of(checkpoint: Checkpoint) -> tuple[str, str | None]:
+    """Returns the paths of the checkpoint and of the base of its run."""
+    return str(checkpoint.path), (checkpoint.run or {}).get("init_from")
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kernels.select import select
 from rwkv.chat.metadata import generation_in, template_file, template_in, tool_template_in
+from rwkv.chat.names import default_template
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.checkpoint.formats import ggmf
@@ -135,6 +136,16 @@ def test_the_chat_template_and_the_sampling_options_travel(tmp_path: Path, targe
     assert (template_in(file), tool_template_in(file)) == ("{{ messages }}", "{{ tools }}")
     assert generation_in(source).sampling == {"temperature": 0.5, "top_k": 7}
     assert tokenizer_of(read_checkpoint(source)).ends == ends == (2,)
+
+
+@pytest.mark.parametrize("target", ["out.gguf", "out"])
+def test_a_converted_model_still_belongs_to_its_series(tmp_path: Path, target: str) -> None:
+    source = tmp_path / "rwkv7-g1d-0.1b-20260129-ctx8192.pth"
+    small_model(generation="rwkv7", vocab_size=300, **SIZES["rwkv7"]).save_pretrained(source)
+    assert default_template(str(tmp_path / target)).template == "world"
+    convert.convert(source, tmp_path / target)
+    (tmp_path / target).rename(tmp_path / f"model{Path(target).suffix}")
+    assert default_template(str(tmp_path / f"model{Path(target).suffix}")).template == "g1"
 
 
 def test_a_chat_template_that_nobody_else_has_is_not_replaced(model: RWKV, tmp_path: Path,

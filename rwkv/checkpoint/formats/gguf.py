@@ -167,7 +167,8 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
              "attention.head_count": 0,                          # llama.cpp requires this key, but ignores its value
              "attention.layer_norm_epsilon": LAYER_NORM_EPSILON,
              **{key: getattr(config, name) for key, name in generation.GGUF_SIZES.items()}}
-    general = {"general.file_type": FILE_TYPES[most], "general.quantization_version": QUANTIZATION_VERSION}
+    general = {"general.file_type": FILE_TYPES[most], "general.quantization_version": QUANTIZATION_VERSION,
+               **({"general.name": outgoing.name} if outgoing.name else {})}
     return {**general, **{f"{architecture}.{key}": value for key, value in sizes.items()},
             ENTRY: json.dumps(outgoing.entry | {"tokenizer": None})}
 

@@ -153,7 +153,8 @@ def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
     dtype = _dtype_for_config(outgoing)
     layout = {} if outgoing.layout is None else {"layout": outgoing.layout}
     config = {**generation_of(outgoing.config).hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **layout),
-              **ids, "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch.")}
+              **ids, "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch."),
+              **({"_name_or_path": outgoing.name} if outgoing.name else {})}
     texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
     if outgoing.card:
         texts[card.FILE] = outgoing.card
