@@ -53,7 +53,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def _single_file(folder: Path) -> Path:
     """Returns the only file with weights in a folder, or the first part of a split GGUF."""
-    files = [file for file in sorted(folder.iterdir()) if file.suffix in WEIGHT_SUFFIXES and file.is_file()
+    files = [file for file in sorted(folder.iterdir()) if hub.has_weights(file.name, WEIGHT_SUFFIXES) and file.is_file()
              and not re.search(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$", file.name)]
     if len(files) == 1:
         return files[0]

@@ -39,6 +39,7 @@ ON_A_PAGE = re.compile(r"(?:blob|resolve|raw|tree)/([^/]+)(?:/(.*))?")         #
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf\Z)")
 QUANTISATION = re.compile(r"(?<![A-Za-z0-9])(?:IQ\d\w*|Q\d\w*|T?BF16|F16|F32|MXFP4)(?![A-Za-z0-9_])", re.IGNORECASE)
 WEIGHTS = (".pth", ".safetensors", ".gguf", ".st", ".ckpt", ".bin", ".ggmf")
+TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|rng_state(_\d+)?|training_args)\.(pt|pth|bin)")
 FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path
 MARKS = ("config.json", "adapter_config.json")           # a directory with one of these is a model or adapter
 ADAPTER = "adapter_"                     # the names of an adapter's files begin with this
@@ -236,11 +237,16 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
         beside = [file for file in inside if file.endswith(BESIDE) and not file.endswith(INDEX) and
                   (file in direct or file.startswith(f"{prefix}additional_chat_templates/"))]
         return name.path, [*beside, weights]
-    single = _without_later_parts(file for file in direct if file.endswith(WEIGHTS))
+    single = _without_later_parts(file for file in direct if has_weights(file))
     if len(single) == 1:
         return single[0], _parts_of(single[0], files)
     folders = [file.rpartition("/")[0] for file in inside if file.rpartition("/")[2] in MARKS]
-    _raise_ambiguous(name, [*single, *folders] or _without_later_parts(file for file in inside if file.endswith(WEIGHTS)), noun)
+    _raise_ambiguous(name, [*single, *folders] or _without_later_parts(file for file in inside if has_weights(file)), noun)
+
+
+def has_weights(file: str, suffixes: tuple[str, ...] = WEIGHTS) -> bool:
+    """Returns True if a file with this name may contain weights: not the state of a trainer of transformers."""
+    return file.endswith(suffixes) and not TRAINER_STATE.fullmatch(file.rpartition("/")[2])
 
 
 def is_directory(file: str, beside: Collection[str]) -> bool:
@@ -257,7 +263,7 @@ def is_directory(file: str, beside: Collection[str]) -> bool:
 def model_paths(contents: Contents) -> list[str]:
     """Returns the paths in a repository that can be read as a model or adapter; "" is the repository itself."""
     folders = [file.rpartition("/")[0] for file in contents.files if file.rpartition("/")[2] in MARKS]
-    files = [file for file in contents.files if file.endswith(WEIGHTS) and file.rpartition("/")[0] not in folders]
+    files = [file for file in contents.files if has_weights(file) and file.rpartition("/")[0] not in folders]
     return sorted([*folders, *_without_later_parts(files)])
 
 

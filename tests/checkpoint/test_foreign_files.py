@@ -326,6 +326,16 @@ def test_the_models_in_the_folders_of_a_folder_are_named(model: RWKV, tmp_path: 
     refuses_undamaged(tmp_path / "out", "checkpoint-2")
 
 
+def test_the_state_of_a_trainer_is_no_second_file_with_weights(model: RWKV, tmp_path: Path) -> None:
+    """A trainer of transformers writes no config.json for a model that is none of transformers'."""
+    model.save_pretrained(tmp_path / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth", "training_args.bin"):
+        torch.save({"state": {}}, tmp_path / name)
+    assert_same(tmp_path, model)
+    model.save_pretrained(tmp_path / "rwkv-1.pth")
+    refuses_undamaged(tmp_path, "2 files", "rwkv-1.pth")
+
+
 @pytest.mark.parametrize("prefix", ["model.", ""])
 def test_a_model_without_a_head_is_no_language_model_unless_its_embedding_is_the_head(model: RWKV, tmp_path: Path,
                                                                                       prefix: str) -> None:
@@ -408,7 +418,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("hidden_act", "gelu"), ("hidden_act", "relu"), ("hidden_act", "silu"), ("norm_bias", False), ("norm_first", False),
     ("layer_norm_eps", 1e-3), ("num_attention_heads", 2), ("value_dim", [64, 32]), ("value_dim", 32),
     ("wkv_state_dtype", "float16"), ("layer_types", ["linear_attention", "full_attention"]), ("rescale_every", 6),
-    ("quantization_config", {"quant_method": "bitsandbytes"}), ("final_logit_softcapping", 30.0), ("attn", {"layers": [0]}),
+    ("quantization_config", {"quant_method": "bitsandbytes"}), ("quantization", {"bits": 4}),
+    ("final_logit_softcapping", 30.0), ("attn", {"layers": [0]}),
     ("architecture_version", "rwkv6"), ("number_of_conv_states", 4)]
 
 

@@ -23,7 +23,7 @@ REPOSITORIES = {
     "org/two": ["rwkv7-1.5b_Q4_0.gguf", "rwkv7-2.9b_q4_0.gguf"],
     "org/releases": ["rwkv7-a/config.json", "rwkv7-a/model.safetensors", "rwkv7-b/config.json", "rwkv7-b/model.safetensors"],
     "org/lora": ["adapter_config.json", "adapter_model.safetensors", "checkpoint-10/optimizer.pt"],
-    "org/one": ["README.md", "model.pth"],
+    "org/one": ["README.md", "model.pth", "training_args.bin", "rng_state_0.pth"],
     "org/none": ["README.md", "train.py"]}
 
 

@@ -31,6 +31,7 @@ from rwkv.checkpoint.generations import generation_of, generations, require_supp
 from rwkv.checkpoint.lazy_tensors import same_numbers
 from rwkv.checkpoint.location import ADAPTER, SHARD, WEIGHT_SUFFIXES
 from rwkv.errors import CheckpointError, UserError
+from rwkv.io import hub
 from rwkv.io.atomic import write_file, write_folder
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import MATRICES
@@ -46,7 +47,8 @@ WHOLE = (WEIGHTS, "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 HEADS = ("lm_head.weight", "head.weight")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
-FEATURES = {"quantization_config": "weights quantised by another program", "pruned_heads": "pruned heads",
+QUANTISED = "weights quantised by another program"
+FEATURES = {"quantization_config": QUANTISED, "quantization": QUANTISED, "pruned_heads": "pruned heads",
             "final_logit_softcapping": "capped logits", "rope_scaling": "rotary positions"}
 CONSTANTS = {"hidden_act": ("sqrelu", "relu2", "relu_squared", "squared_relu")}          # all of these names mean max(x, 0)^2
 # Any transformers model's config.json may have these keys, which do not affect the computation
@@ -219,7 +221,7 @@ def _weights(path: Path) -> Content:
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
         others = sorted(file.name for file in path.iterdir()
-                        if file.suffix in WEIGHT_SUFFIXES and file.name not in ADAPTERS and file.is_file())
+                        if hub.has_weights(file.name, WEIGHT_SUFFIXES) and file.name not in ADAPTERS and file.is_file())
         if shards := [name for name in others if SHARD.fullmatch(name)]:
             raise CheckpointError(f"{path} contains {shards[0]}, but lacks the index of the shards: download "
                                   f"{' or '.join(INDICES)}, too")
