@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from typing import Any
 
 import jsonschema_rs
@@ -13,7 +14,7 @@ from rwkv.errors import UserError
 from rwkv.generation.engine import generate_batch
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.grammar.matcher import cached_matchers, matcher_of, require_ends
-from rwkv.generation.grammar.patterns import rust_pattern
+from rwkv.generation.grammar.patterns import rust_pattern, rust_patterns
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
 BYTES = ByteTokenizer()
@@ -252,3 +253,42 @@ def test_more_parts_than_ten_have_their_own_names() -> None:
 def test_patterns_are_read_as_ecma_reads_them() -> None:
     assert rust_pattern(r"^\w\d[a-z]\.$") == r"^\w\d[a-z]\.$"
     assert rust_pattern(r"[^[\]]") == r"[^\x00\[\]]"
+    for pattern, text, matches in ((r"^[^-+.]+$", "-", False), (r"^[^-+.]+$", "!", True), (r"^[^-]$", "-", False),
+                                   (r"^[-a]$", "-", True), (r"^[^a-]$", "-", False)):
+        assert is_finished(Grammar.json_schema({"type": "string", "pattern": pattern}), json.dumps(text)) == matches, pattern
+
+
+# The emails of zod 4, the decimals of Pydantic 2.12, and rules such as those for passwords and names
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+LOOKAHEADS = [EMAIL, DECIMAL, r"^(?=.*[a-b])(?=.*\d).{2,}$", r"^(?!ab|a\.$|b$).+", r"^(?!.*ab)[ab.]*$", r"^(?!.*a)[ab.]*$",
+              r"^(?!.*[a.])\S*$", r"^(?![ab]+$).*$", r"^(?=a|b).*[.]$", r"^(?!-)[-a]+$"]
+
+
+@pytest.mark.parametrize("pattern", LOOKAHEADS)
+def test_lookaheads_at_the_beginning_become_further_patterns(pattern: str) -> None:
+    python = [re.sub(r"\\u\{([0-9a-f]+)\}", lambda code: re.escape(chr(int(code[1], 16))), each)
+              for each in rust_patterns(pattern)]
+    assert not any("(?=" in each or "(?!" in each for each in python)
+    texts = ["".join(random.Random(seed).choices("ab.1-+ab@", k=seed % 7)) for seed in range(3000)]
+    matched = [text for text in texts if re.search(pattern, text)]
+    assert [text for text in texts if all(re.search(each, text) for each in python)] == matched
+    assert matched or pattern == EMAIL
+    grammar = Grammar.json_schema({"type": "string", "pattern": pattern})
+    for text in [*random.Random(1).sample(texts, 50), *matched[:10], "a.b@ab.ab", "a..b@ab.ab", ".a@ab.ab"]:
+        assert is_finished(grammar, json.dumps(text)) == bool(re.search(pattern, text)), text
+
+
+@pytest.mark.parametrize("pattern", ["(?=a)b", "^(?!a)b|c", "^a(?!b)", "^(?!(a|b)c)d", "^(?<=a)b", "^(?=a"])
+def test_other_lookarounds_are_refused(pattern: str) -> None:
+    with pytest.raises(UserError, match=r"json_schema\.properties\.a:"):
+        Grammar.json_schema({**CLOSED, "properties": {"a": {"type": "string", "pattern": pattern}}}).check()
+
+
+@pytest.mark.parametrize("name", ["Größe", "Box[int]", "Map<string, x>", "a b", "模型"])
+def test_a_reference_need_not_be_a_uri(name: str) -> None:
+    """Pydantic and other libraries write the names of classes into references as they are."""
+    grammar = Grammar.json_schema({"$ref": f"#/$defs/{name}", "$defs": {name: {"type": "array", "items": INTEGER}}})
+    grammar.check()
+    assert is_finished(grammar, "[3]")
+    assert not is_finished(grammar, "[null]")

@@ -10,10 +10,10 @@ The dialect is draft 2020-12, with the older keywords that llguidance supports. 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from rwkv.errors import UserError
-from rwkv.generation.grammar.patterns import escaped, exclusion_pattern, rust_pattern
+from rwkv.generation.grammar.patterns import escaped, exclusion_pattern, rust_pattern, rust_patterns
 from rwkv.generation.grammar.schema_checks import (
     ALONE,
     BY_NAME,
@@ -27,6 +27,7 @@ from rwkv.generation.grammar.schema_checks import (
 from rwkv.io.json_types import JsonObject
 
 MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
+URI = "%!#$&'()*+,/:;=?@~"               # characters besides letters, digits and "-._" that may stand in a URI as they are
 SCALARS = ("null", "boolean", "integer", "number", "string")
 MAX_MULTIPLE = 5_000                     # limit of multipleOf in units of its last digit; llguidance gives up at 10,000
 LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's integer bounds: int64's, the lower rounded up
@@ -194,9 +195,13 @@ class _Rewriter:
         for key in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
             if key in rules:
                 rules[key] = int(rules[key])
+        if rules.get("$ref", "").startswith("#"):        # llguidance requires a URI; Pydantic writes "#/$defs/Größe"
+            rules["$ref"] = quote(rules["$ref"], safe=URI)
         _enforce_format(rules)
         if "pattern" in rules:
-            rules["pattern"] = rust_pattern(rules["pattern"])
+            rules["pattern"], *more = rust_patterns(rules["pattern"])
+            if more:
+                rules["allOf"] = [*rules.get("allOf", ()), *({"pattern": pattern} for pattern in more)]
         _enforce_bounds(rules, where)
         _require_exact(rules, where)
         self._order_names(rules)
