@@ -38,6 +38,7 @@ START, END = "<tool_call>", "</tool_call>"
 FENCE = "```"
 REQUEST = "Return only a JSON function call."
 RESULT = "Function output:"
+COMBINING = ("$ref", "allOf", "anyOf", "oneOf")          # keys of a JSON schema under which other schemas declare properties
 CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.call_start for the format of write_tools()
 
 
@@ -80,6 +81,8 @@ def _description(tool: Tool, where: str) -> JsonObject:
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
         return {**result, "arguments": parameters}       # not a JSON schema: the keys are argument names
     arguments = parameters.get("properties", {})
+    if not arguments and any(key in parameters for key in COMBINING):
+        return {**result, "arguments": parameters}       # the names of the arguments are deeper in the schema
     if not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.parameters.properties must be an object that maps each argument's name to its JSON "
                         "schema")
@@ -87,7 +90,7 @@ def _description(tool: Tool, where: str) -> JsonObject:
     result["arguments"] = arguments
     if isinstance(required, list) and 0 < len(required) < len(arguments):
         result["required"] = required
-    return {**result, "$defs": parameters["$defs"]} if "$defs" in parameters else result
+    return {**result, **{key: parameters[key] for key in ("$defs", "definitions") if key in parameters}}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -29,7 +29,8 @@ def check_messages(messages: object) -> list[JsonObject]:
     Raises UserError, which names the wrong field, such as messages[1].content. The content may be a list of {"type": "text",
     "text": "..."}, as in OpenAI's API. These texts are joined with line ends, as in llama.cpp and vLLM. If an answer has
     no content, the refusal or "" is used. Null and empty fields are dropped, because templates test whether a field is defined.
-    OpenAI's other names are accepted: the role developer for system, function for tool, and function_call for tool_calls.
+    OpenAI's other names are accepted: the role developer for system, function for tool, and function_call for tool_calls. So is
+    reasoning, the name of reasoning_content in vLLM and OpenRouter.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise UserError("messages must be a list of at least one message, such as {\"role\": \"user\", \"content\": \"...\"}")
@@ -71,8 +72,11 @@ def _check_message(message: object, where: str) -> JsonObject:
     for field in ("tool_calls", "function_call", "reasoning_content"):
         if field in fields and role != "assistant":
             raise UserError(f"{where}.{field} requires the role assistant; got {role}")
-    if not isinstance(fields.get("reasoning_content", ""), str):
-        raise UserError(f"{where}.reasoning_content must be a string; got {_excerpt(fields['reasoning_content'])}")
+    for field in ("reasoning_content", "reasoning"):
+        if role == "assistant" and field in fields:
+            if not isinstance(fields[field], str):
+                raise UserError(f"{where}.{field} must be a string; got {_excerpt(fields[field])}")
+            fields.setdefault("reasoning_content", fields[field])
     call = fields.pop("function_call", None)
     if call is not None and "tool_calls" not in fields:
         fields["tool_calls"] = [{"type": "function", "function": call}]

@@ -69,7 +69,11 @@ def test_several_calls_are_a_list_after_what_was_said() -> None:
     ({"type": "object", "properties": {**CITY, "day": None, "at": {"type": "null", "enum": None}}, "required": None},
      '"arguments":{"city":{"type":"string"},"at":{"type":"null"}}'),
     ({"properties": {"at": {"$ref": "#/$defs/P"}}, "$defs": {"P": {}}},
-     '"arguments":{"at":{"$ref":"#/$defs/P"}},"$defs":{"P":{}}')], ids=str)
+     '"arguments":{"at":{"$ref":"#/$defs/P"}},"$defs":{"P":{}}'),
+    ({"properties": {"at": {"$ref": "#/definitions/P"}}, "definitions": {"P": {}}},
+     '"arguments":{"at":{"$ref":"#/definitions/P"}},"definitions":{"P":{}}'),
+    ({"type": "object", "properties": {}, "anyOf": [{"properties": CITY}]},
+     '"arguments":{"type":"object","properties":{},"anyOf":[{"properties":{"city":{"type":"string"}}}]}')], ids=str)
 def test_a_tool_is_a_line_with_its_arguments(parameters: Any, shown: str) -> None:
     function = {"name": "weather", "parameters": parameters}
     for tool in (function, {"type": "function", "function": function}):

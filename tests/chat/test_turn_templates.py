@@ -260,6 +260,17 @@ def test_an_answer_without_content_is_its_refusal_or_nothing() -> None:
         assert check_messages([{"role": "assistant", **message}])[0]["content"] == content
 
 
+def test_reasoning_is_another_name_of_reasoning_content() -> None:
+    """If a message has both, as some clients send them, reasoning_content counts."""
+    template = chat_template("g1")
+    expected = template.render([TWO[0], {**TWO[1], "reasoning_content": "2 + 2"}, TWO[0]])
+    for fields in ({"reasoning": "2 + 2"}, {"reasoning": "2 + 2", "reasoning_content": None},
+                   {"reasoning": "other", "reasoning_content": "2 + 2"}):
+        assert template.render([TWO[0], {**TWO[1], **fields}, TWO[0]]) == expected
+    assert template.render([{**TWO[0], "reasoning": "x"}]) == template.render([TWO[0]])
+    assert template.render([TWO[0], {**TWO[1], "reasoning": None}]) == template.render(TWO[:2])
+
+
 @pytest.mark.parametrize(("fields", "learnt"), [
     ({}, True), ({"weight": 0}, False), ({"weight": 0.0}, False), ({"weight": 1}, True), ({"weight": None}, True),
     ({"train": False}, False), ({"training": False}, False), ({"trainable": 0}, False), ({"loss": False}, False),
@@ -293,6 +304,7 @@ def test_a_part_of_a_weight_or_of_an_answer_is_refused_by_name(message: dict[str
     ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\] must be text; got an image"),
     ([{"role": "assistant", "content": None, "tool_calls": [{}]}], r"messages\[0\]\.tool_calls"),
     ([{"role": "user", "content": "Hi", "reasoning_content": "?"}], r"messages\[0\]\.reasoning_content"),
+    ([{"role": "assistant", "content": "Hi", "reasoning": ["?"]}], r"messages\[0\]\.reasoning must be a string"),
 ])
 def test_a_wrong_message_is_named(messages: object, field: str) -> None:
     with pytest.raises(UserError, match=field):

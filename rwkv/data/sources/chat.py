@@ -57,7 +57,7 @@ ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant"
          "developer": "system", "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
          "tool_response": "tool", "ipython": "tool", "function_call": "assistant", "tool_call": "assistant"}
 CALLS = ("function_call", "tool_call")   # roles whose text is a tool call, or a list of calls, in JSON
-INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content")       # in an assistant's message
+INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning")    # in an assistant's message
 
 
 class Conversation(NamedTuple):
