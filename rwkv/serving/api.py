@@ -45,7 +45,8 @@ def application(service: Service) -> ASGIApp:
         paths.setdefault(endpoint.path, {})[endpoint.method] = endpoint.handler
     routes = [Route(path, _endpoint(service, handlers), methods=[*handlers]) for path, handlers in paths.items()]
     cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST", "DELETE"],
-                       allow_headers=["*"], expose_headers=["x-request-id"])] if service.config.cors else []
+                       allow_headers=["*"], allow_private_network=True,
+                       expose_headers=["x-request-id"])] if service.config.cors else []
     return _with_log(Starlette(routes=routes, middleware=cors,
                                exception_handlers={HTTPException: _http_error, Exception: _internal_error}))
 

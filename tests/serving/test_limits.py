@@ -295,6 +295,9 @@ def test_a_key_is_asked_for_and_cors_names_pages(start: Callable[..., Running]) 
         preflight = page | {"access-control-request-method": "POST",
                             "access-control-request-headers": "authorization,content-type,x-stainless-lang"}
         assert api.options("/v1/chat/completions", headers=preflight).status_code == 200
+        # Chrome asks whether a public page may use a server in the user's own network
+        private = api.options("/v1/models", headers=preflight | {"access-control-request-private-network": "true"})
+        assert (private.status_code, private.headers["access-control-allow-private-network"]) == (200, "true")
     assert (first[0], last[0]) == ("loading", "try")
     assert "sesame" not in last[1]
     program, *arguments = shlex.split(last[1].replace("$KEY", "sesame"))
