@@ -30,6 +30,10 @@ LINE_END = "\n"
 LINE_ENDS = {character.encode(): escape.encode() for character, escape in {
     "\n": " ", "\r": " ", "\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}.items()}
 SEND_TIMEOUT = 30                        # seconds after which a client that reads nothing is disconnected
+# A stream is silent while its request is queued, while a long prompt is prefilled, and while a tool call is generated. Proxies
+# and clients close a connection that is silent for 30 seconds or more, so the server sends comments, which clients ignore.
+COMMENT_S = 10                           # seconds of silence before a comment; at most twice this time passes
+COMMENT = b": waiting\n\n"
 
 
 @dataclass
@@ -90,6 +94,8 @@ class Answer:
         self._choices = [_Choice(spec, number, sequence.request.prompt_ids) for number, sequence in enumerate(ticket.sequences)]
         self._complete = False           # all events have arrived
         self._abandoned = False          # the client disconnected before the last event
+        self._silent = True              # no chunk was sent since the last look
+        self._sending = asyncio.Lock()   # two messages must not be sent at once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -154,11 +160,25 @@ class Answer:
         headers = [(b"content-type", self.content_type.encode()), (b"cache-control", b"no-store"),
                    (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for chunk in self._chunks():
-            async with asyncio.timeout(SEND_TIMEOUT):
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        comments = asyncio.create_task(self._send_comments(send)) if self.content_type.startswith("text/event-stream") else None
+        try:
+            async for chunk in self._chunks():
+                self._silent = False
+                async with asyncio.timeout(SEND_TIMEOUT), self._sending:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        finally:
+            if comments is not None:
+                comments.cancel()
         async with asyncio.timeout(SEND_TIMEOUT):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_comments(self, send: Send) -> None:
+        while True:
+            self._silent = True
+            await asyncio.sleep(COMMENT_S)
+            if self._silent:
+                async with self._sending:
+                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         usage = {"usage": None} if self._spec.include_usage else {}

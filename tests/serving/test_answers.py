@@ -1,14 +1,20 @@
-"""Tests that an answer's items, message and chunks do not depend on where its events are cut."""
+"""Tests that an answer's items, message and chunks do not depend on where its events are cut, and that no stream is silent."""
 
+import asyncio
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from models import world_vocabulary
 
-from rwkv.serving.answers import ResponseSpec, _Choice, chat_entry
-from rwkv.serving.messages import Event
+from rwkv.generation.request import Request
+from rwkv.serving import answers
+from rwkv.serving.answers import COMMENT, Answer, ResponseSpec, _Choice, chat_entry
+from rwkv.serving.engine.queue import Queue
+from rwkv.serving.messages import Event, Generate
 from rwkv.serving.responses.events import Output
-from rwkv.tokenizer.tokenizers import WorldTokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, WorldTokenizer
 
 CALL = '{"name":"f","arguments":{"a":"é東"}}'
 PIECES = (" I look ", CALL, " now.", "\n\n", f"<tool_call>{CALL}</tool_call>", f"```json\n{CALL}\n```", "é words", '{"x":1}',
@@ -71,3 +77,32 @@ def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
     assert content == chunks
     assert choice["logprobs"]["content"] == entries
     return items, content
+
+
+def test_a_silent_stream_has_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each comment is an event of its own, and the other events are those of a stream without silence."""
+    monkeypatch.setattr(answers, "COMMENT_S", 0.001)
+    sent: list[bytes] = []
+    queue = Queue(1, 1, lambda message: None)
+    ticket = queue.submit([Generate(Request("a"), "", "")])
+
+    async def stream() -> None:
+        events = [Event(ticket.sequences[0].id, "é"), Event(ticket.sequences[0].id, "", finish_reason="stop")]
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(0)
+            sent.append(message.get("body", b""))
+            if message.get("body") == COMMENT and events:
+                ticket.put(events.pop(0))
+
+        spec = ResponseSpec("chatcmpl", "m", False, False, [""], 1, ByteTokenizer())
+        await Answer(SimpleNamespace(cancel=queue.cancel), ticket, spec, True, 60)({}, receive, send)    # type: ignore[arg-type]
+
+    asyncio.run(asyncio.wait_for(stream(), 30))
+    assert sent.count(COMMENT) >= 2
+    pieces = [piece for piece in b"".join(sent).decode().split("\n\n") if not piece.startswith(":")]
+    assert [piece[:6] for piece in pieces] == ["data: "] * 4 + [""]
+    assert '"content":"é"' in pieces[1]
