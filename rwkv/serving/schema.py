@@ -318,7 +318,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     max_completion_tokens: NewTokens | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None        # [] counts as absent
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None  # some clients send it here, others in chat_template_kwargs
@@ -461,7 +461,7 @@ class StateRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     prompt: str | list[TokenId] | None = None
     messages: Unchecked = None
-    tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
     state: StateId | None = None
     model: str | None = None
 

@@ -508,7 +508,7 @@ def test_a_client_that_hangs_up_leaves_no_state(server: Running, api: httpx.Clie
     assert {state["id"] for state in ok(api.get("/states"))["data"]} == before
 
 
-@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": MESSAGES}, {"prompt": "a", "tools": []}, {"prompt": 3},
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": MESSAGES}, {"prompt": "a", "tools": [{}]}, {"prompt": 3},
                                   {"prompt": [-1]}, {"prompt": [256]}, {"messages": []}, {"messages": "x"}, {"state": "x"},
                                   {"prompt": "a", "state": 3}, {"prompt": "a", "state": "x" * 100}, {"prompt": "a", "other": 1},
                                   {"prompt": "a", "model": "other"}, {"prompt": "a" * 40_000}, {"prompt": "a", "state": ""},

@@ -151,10 +151,11 @@ def test_a_tool_without_parameters_has_an_empty_list_of_them(tool_client: "opena
 
 
 @pytest.mark.parametrize(("options", "param"), [
-    ({"tools": []}, "tools"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"tools": TOOLS * 65}, "tools"), ({"tool_choice": "some"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice"),
-    ({"tools": None, "tool_choice": "required"}, "tool_choice"), (allow_only("auto"), "tool_choice"),
+    ({"tools": None, "tool_choice": "required"}, "tool_choice"), ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [], "tool_choice": WEATHER}, "tool_choice"), (allow_only("auto"), "tool_choice"),
     (allow_only("required", "weather", "rm"), "tool_choice"), (allow_only("none", "weather"), "tool_choice"),
     ({"tools": None, **allow_only("auto", "weather")}, "tool_choice"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
@@ -171,9 +172,26 @@ def test_wrong_tools_are_named(tool_client: "openai.OpenAI", options: dict[str, 
 def test_a_template_without_tools_refuses_them(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     for fields, param in (({"tools": TOOLS}, "tools"), ({"tools": TOOLS, "tool_choice": "none"}, "tools"),
-                          ({"tool_choice": "auto"}, "tool_choice")):
+                          ({"tool_choice": "required"}, "tool_choice")):
         answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, **fields})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_an_empty_list_of_tools_is_no_tools(server: Running) -> None:
+    """Some clients send the list with each request, and tool_choice too. The template of this server has no tools."""
+    for path, body in (("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}),
+                       ("responses", {"input": "a", "max_output_tokens": 4}),
+                       ("messages", {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4})):
+        auto: Any = {"type": "auto"} if path == "messages" else "auto"
+        answers = []
+        for fields in ({}, {"tools": []}, {"tool_choice": auto}, {"tools": [], "tool_choice": auto}):
+            answer = httpx.post(f"{server.url}/v1/{path}", json={**body, **fields, "temperature": 0}, timeout=60)
+            assert answer.status_code == 200, answer.text
+            answers.append({field: answer.json()[field] for field in ("choices", "content") if field in answer.json()})
+        assert all(answer == answers[0] for answer in answers)
+    saved = [httpx.post(f"{server.url}/v1/states", json={"messages": [{"role": "user", "content": "a"}], **fields}).json()
+             for fields in ({}, {"tools": []})]
+    assert saved[0]["tokens"] == saved[1]["tokens"]
 
 
 def test_the_beginning_of_a_call_is_that_of_the_template(tmp_path: Path) -> None:
