@@ -1,7 +1,8 @@
 """Declares the fields of request bodies, with types and ranges. OpenAI's fields have OpenAI's types and ranges.
 
-The server ignores OpenAI's fields that do not affect the text, and refuses unsupported and unknown fields. An optional field
-with null counts as absent. So does -1 in seed, max_tokens and top_k, because clients of llama.cpp, LM Studio and vLLM send -1.
+The server ignores OpenAI's fields that do not affect the text, and refuses unsupported and unknown fields. A field with null
+counts as absent, even an unknown field, because some clients send all fields that they know. So does -1 in seed, max_tokens and
+top_k, because clients of llama.cpp, LM Studio and vLLM send -1.
 Clients in languages without integers send 2.0 for 2; JSON Schema, too, counts 2.0 as an integer.
 Clients such as Open WebUI and SillyTavern also send options of Ollama, llama.cpp and vLLM. A request may have an option that
 this server lacks only with a value that turns the option off.
@@ -28,6 +29,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 LONGEST_STOP = 256                       # characters
 MOST_ROWS = 128                          # most sequences in one request
 MOST_TOOLS = 128                         # most tools in one request
+MOST_NULLS = 16                          # most names of unknown fields that are null
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
@@ -500,12 +502,47 @@ def read(body: bytes, kind: type[Body]) -> Body:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError:
-            fields = with_whole_numbers(msgspec.json.decode(body))
-            return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
+            return _read_leniently(with_whole_numbers(msgspec.json.decode(body)), kind)
     except msgspec.ValidationError as error:
         raise _type_error(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body must be JSON: {error}") from None
+
+
+def _read_leniently(fields: Any, kind: type[Body]) -> Body:
+    """Converts a body's JSON value to the type `kind`, without unknown fields that are null."""
+    for _ in range(MOST_NULLS):
+        try:
+            return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
+        except msgspec.ValidationError as error:
+            if not _drop_unknown_null(fields, error):
+                raise
+    return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
+
+
+def _drop_unknown_null(fields: Any, error: msgspec.ValidationError) -> bool:
+    """Drops the unknown field that the error names, if the field is null, and returns whether it was dropped.
+
+    The field is also dropped from the other items of the same lists, because each of a request's tools may have it.
+    """
+    unknown = re.search(r"unknown field `([^`]*)`(?: - at `\$([^`]*)`)?", str(error))
+    if unknown is None:
+        return False
+    found = [fields]
+    for step in re.findall(r"[^.\[]+", unknown[2] or ""):
+        found = [item for value in found for item in _items(value, step)]
+    name = unknown[1]
+    found = [value for value in found if isinstance(value, dict) and value.get(name, name) is None]
+    for value in found:
+        del value[name]
+    return bool(found)
+
+
+def _items(value: Any, step: str) -> list[Any]:
+    """Returns the items to which a step of a path in msgspec's errors leads. "0]" stands for all items of a list."""
+    if step.endswith("]"):
+        return value if isinstance(value, list) else []
+    return [value[step]] if isinstance(value, dict) and step in value else []
 
 
 def with_whole_numbers(fields: Any) -> Any:

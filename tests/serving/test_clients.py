@@ -4,6 +4,7 @@ The fields are those of the official client, and those that LangChain, LiteLLM, 
 SDK and vLLM's clients send besides.
 """
 
+import json
 import re
 from typing import Any
 
@@ -136,6 +137,24 @@ def test_every_optional_field_of_a_body_may_be_null(api: httpx.Client, path: str
     {"response_format": {"type": "json_object", "json_schema": None}}], ids=str)
 def test_null_inside_a_field_is_no_value(api: httpx.Client, fields: dict[str, Any]) -> None:
     assert api.post("/chat/completions", json={**CHAT, **fields}).status_code == 200
+
+
+def test_an_unknown_field_that_is_null_is_no_value(g1: Running) -> None:
+    """Clients in typed languages send all fields that they know, also those of other servers and of other kinds of tools."""
+    parameters = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "returns": None}, "custom": None}
+    body = {**CHAT, "guided_json": None, "tools": [tool, tool], "response_format": {"type": "text", "schema": None},
+            "tool_choice": {"type": "function", "function": {"name": "f", "strict": None}, "custom": None}, "max_tokens": 400}
+    answer = httpx.post(f"{g1.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": None}
+    for path, fields in (("completions", COMPLETION), ("embeddings", {"input": "a"}), ("states", {"prompt": "a"}),
+                         ("responses", {"input": "a", "max_output_tokens": 1}), ("messages", {**CHAT, "model": "tiny"})):
+        answer = httpx.post(f"{g1.url}/v1/{path}", json={**fields, "truncate_prompt_tokens": None, "x": None}, timeout=60)
+        assert answer.status_code == 200, answer.text
+    for fields, param in (({"x": None, "y": 1}, "y"), ({f"x{number}": None for number in range(1000)}, "x"),
+                          ({"tools": [tool, {**tool, "custom": {}}]}, "tools[1].custom")):
+        check_error(httpx.post(f"{g1.url}/v1/chat/completions", json={**CHAT, **fields}), param)
 
 
 def test_minus_one_means_no_value(api: httpx.Client) -> None:

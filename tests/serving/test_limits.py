@@ -46,7 +46,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("prompt", value) for value in ([], 3, [[]], ["a", 1], [[1], "a"], [-1], [256], [[256]], [1.5], {"a": 1}, "\0",
                                       ["a"] * 129, [2**70], "a" * 40_000)],
     *[("stream_options", value) for value in ({"include_usage": True}, {"x": 1}, 3)],
-    *[("unknown", value) for value in (1, None)], *[("tools", value) for value in ([], [{}])],
+    ("unknown", 1), *[("tools", value) for value in ([], [{}])],
 ]
 BODIES = [b"", b"{", b"[]", b"3", b"null", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b'{"temperature": NaN, "prompt": "a"}',
           b'{"temperature": 1e999, "prompt": "a"}', b'{"prompt": "\\ud800"}', b'{"prompt": "\\udc00a"}', b"[" * 100_000,
