@@ -1,5 +1,7 @@
 """Tests that the clients of OpenAI and Ollama receive the embeddings of rwkv.embed."""
 
+import asyncio
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -9,7 +11,12 @@ from serving_runs import Running
 from test_limits import check_error
 
 from rwkv import embed
+from rwkv.generation.request import Request
 from rwkv.pretrained import RWKV
+from rwkv.serving.endpoints.embeddings import EmbeddingAnswer
+from rwkv.serving.engine.queue import Queue
+from rwkv.serving.http.errors import ApiError
+from rwkv.serving.messages import Event, Generate
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 if TYPE_CHECKING:
@@ -66,3 +73,18 @@ def test_ollama_s_embeddings_are_the_library_s(server: Running, model: RWKV) -> 
             with pytest.raises(ollama.ResponseError) as error:
                 client.embed(**{"model": "tiny", **wrong})
             assert 400 <= error.value.status_code < 500
+
+
+def test_a_deadline_between_two_groups_gives_no_partial_answer() -> None:
+    queue = Queue(2, 2, lambda message: None)
+    sequences = [Generate(Request("a"), "", "")] * 3
+    ticket = queue.submit(sequences[:2])
+    service: Any = SimpleNamespace(engine=SimpleNamespace(cancel=queue.cancel), tokenizer=ByteTokenizer(),
+                                   config=SimpleNamespace(timeout_s=60, max_rows=2))
+    answer = EmbeddingAnswer(service, ticket, sequences, lambda events: {"data": len(events)})
+    for sequence in ticket.sequences:
+        ticket.put(Event(sequence.id, finish_reason="stop", embedding=[1.0]))
+    answer._cancel()
+    with pytest.raises(ApiError) as error:
+        asyncio.run(answer._last_events())
+    assert error.value.status == 503

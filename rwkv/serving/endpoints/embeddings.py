@@ -125,7 +125,7 @@ class EmbeddingAnswer(Answer):
         while True:
             events = {number: event async for number, event in self._ticket if event.finish_reason is not None}
             last_events += [events[number] for number in sorted(events)]
-            if any(event.embedding is None for event in last_events):
+            if self._ticket.cancelled or any(event.embedding is None for event in last_events):
                 raise ApiError(503, "the input requires more time than the server's timeout_s= allows: send less input",
                                code="timeout")
             if not self._unsubmitted:
