@@ -73,6 +73,7 @@ class TextFormat(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fi
 
 
 class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_unknown_fields=True):
+    schema: JsonObject | None = None     # llama.cpp, llama-cpp-python and Together have the schema here
     json_schema: None = None             # some clients send the fields of other formats as null
 
 
@@ -126,6 +127,7 @@ class SharedFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
+    cache_control: Ignored = None        # Anthropic's field, which gateways and agents also send to OpenAI's endpoints
 
     def first_seed(self) -> int:
         """Returns the seed of the first sequence, from 0 to 2**63 - 1 - MOST_ROWS. Further sequences count up from there."""
@@ -185,7 +187,9 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         if self.format:
             return Grammar.json_schema({"type": "object"} if self.format == "json" else self.format, "format")
         if isinstance(self.response_format, ObjectFormat):
-            return Grammar.json_schema({"type": "object"}, "response_format")
+            schema = self.response_format.schema
+            return (Grammar.json_schema({"type": "object"}, "response_format") if schema is None else
+                    Grammar.json_schema(schema, "response_format.schema"))
         if isinstance(self.response_format, SchemaFormat):
             return Grammar.json_schema(self.response_format.json_schema.schema, "response_format.json_schema.schema")
         return None
@@ -267,6 +271,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"]
     function: Function
+    cache_control: Ignored = None
 
 
 class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
@@ -568,7 +573,7 @@ def _type_error(error: msgspec.ValidationError, kind: type) -> ApiError:
     inner = unknown or missing
     param = ".".join(part for part in (path and path[1], inner and inner[1]) if part)
     field = re.split(r"[.[]", param)[0]
-    if kind in (ChatRequest, ResponseRequest) and field in UNSUPPORTED:
+    if kind in (ChatRequest, ResponseRequest) and field in UNSUPPORTED and field in kind.__struct_fields__:
         return ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter")
     where = (path and path[1]) or "the body"
     problem = re.sub("(?<=xpected )`[^`]*`|(?<=got )`[^`]*`", _json_type_names, message.partition(" - at ")[0]).replace("`", "")

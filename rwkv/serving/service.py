@@ -72,9 +72,10 @@ def owner(request: Request) -> str:
 def resolve_adapter(service: Service, name: str | None) -> str:
     """Returns the adapter that a request names, or "" for the checkpoint's model. Raises ApiError for an unknown name.
 
-    The name may have a gateway's prefix, as in openai/NAME, and may end with ":latest".
+    The name may have a gateway's prefix, as in openai/NAME, and may end with ":latest". Without a name, or with "", the request
+    is for the checkpoint's model.
     """
-    if name is None:
+    if not name:                         # clients that expect a single model send ""
         return ""
     by_id = {service.model: "", **{adapter: adapter for adapter in service.engine.adapters}}
     for spelling in (name, name.removesuffix(LATEST)):

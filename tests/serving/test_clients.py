@@ -36,7 +36,8 @@ TEXT = {"type": "text", "text": "hi"}
 # the server accepts these fields, and they have no effect
 IGNORED: list[dict[str, Any]] = [
     {"user": "u"}, {"metadata": {"a": "b"}}, {"store": True}, {"service_tier": "auto"}, {"safety_identifier": "s"},
-    {"prompt_cache_key": "k"}, {"prompt_cache_retention": "24h"}, {"prompt_cache_options": {"mode": "implicit"}}]
+    {"prompt_cache_key": "k"}, {"prompt_cache_retention": "24h"}, {"prompt_cache_options": {"mode": "implicit"}},
+    {"cache_control": {"type": "ephemeral"}}]
 IGNORED_IN_CHAT: list[dict[str, Any]] = [
     *({"reasoning_effort": effort} for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max")),
     {"verbosity": "low"}, {"prediction": {"type": "content", "content": "x"}}, {"modalities": ["text"]},
@@ -165,6 +166,30 @@ def test_minus_one_means_no_value(api: httpx.Client) -> None:
         assert api.post("/completions", json={**COMPLETION, "n": 3, "seed": seed}).status_code == 200
     assert chat(api, top_k=-1) == chat(api)
     assert completion(api, max_tokens=-1) == completion(api, max_tokens=None)
+    assert chat(api, model="") == chat(api, model=None)
+
+
+def test_options_that_ask_for_nothing_are_accepted(api: httpx.Client) -> None:
+    assert chat(api, logprobs=False, top_logprobs=0) == chat(api, top_logprobs=0) == chat(api)
+    answers = [api.post("/completions", json={**COMPLETION, "n": 2, **fields}).json()["choices"]
+               for fields in ({}, {"best_of": 2}, {"best_of": 1})]
+    assert answers[0] == answers[1] == answers[2]
+    check_error(api.post("/completions", json={**COMPLETION, "n": 2, "best_of": 3}), "best_of")
+
+
+def test_a_schema_may_be_beside_json_object(api: httpx.Client) -> None:
+    """llama.cpp, llama-cpp-python and Together have the schema there."""
+    schema = {"type": "object", "properties": {"a": {"const": 3}}, "required": ["a"], "additionalProperties": False}
+    assert json.loads(chat(api, response_format={"type": "json_object", "schema": schema}, max_tokens=200)) == {"a": 3}
+    wrong = {"type": "json_object", "schema": {"type": "nothing"}}
+    check_error(api.post("/chat/completions", json={**CHAT, "response_format": wrong}), "response_format.schema")
+
+
+def test_a_field_of_another_endpoint_is_unknown(api: httpx.Client) -> None:
+    for path, body, field in (("chat/completions", CHAT, "prompt"), ("responses", {"input": "a"}, "functions")):
+        answer = api.post(path, json={**body, field: "x"})
+        check_error(answer, field)
+        assert answer.json()["error"]["code"] == "unknown_parameter"
 
 
 def test_a_whole_number_may_have_a_decimal_point(api: httpx.Client) -> None:

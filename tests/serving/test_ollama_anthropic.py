@@ -179,6 +179,13 @@ def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) 
                     {"role": "assistant", "content": "", "thinking": "Hm", "tool_calls": [call]},
                     {"role": "tool", "tool_name": "weather", "content": "4"}]
     assert ollama.chat("tiny", conversation, tools=TOOLS, options={"temperature": 0}).message.thinking == "One, two."
+    counts = []
+    for nothing in ({"content": ""}, {"content": None}, {}):
+        messages = [conversation[0], {"role": "assistant", "tool_calls": [call], **nothing}, {"role": "tool", **nothing}]
+        answer = httpx.post(f"{writer.url}/api/chat", json={"model": "tiny", "messages": messages, "tools": TOOLS,
+                                                            "stream": False, "options": {"num_predict": 1}})
+        counts.append(answer.json()["prompt_eval_count"])
+    assert counts[0] == counts[1] == counts[2]
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"],
               "additionalProperties": False}
     assert 0 <= json.loads(ollama.chat("tiny", [{"role": "user", "content": "x"}], format=schema).message.content)["n"] <= 9

@@ -49,7 +49,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     """
     model = resolve_adapter(service, body.model)
     service = _with_template(service, body)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs=true", "top_logprobs")
     tools, call_start = tools_and_call(service, body)
     thinking = _thinking(service, body, bool(call_start))
@@ -185,6 +185,7 @@ def template_tools(service: Service, tools: list[Tool] | None) -> list[JsonObjec
         raise ApiError(400, f"tools: {service.template.no_tools}", "tools")
     result: list[JsonObject] = msgspec.to_builtins(tools)
     for tool in result:
+        del tool["cache_control"]
         parameters = tool["function"].setdefault("parameters", {})
         parameters.setdefault("type", "object")
         parameters.setdefault("properties", {})

@@ -28,9 +28,9 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
     model = resolve_adapter(service, body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported, because an RWKV model reads text only from left to right", "suffix")
-    if body.best_of not in (None, 1):
-        raise ApiError(400, "best_of must be 1, because this server does not rank answers. Request several answers with n and "
-                            "logprobs, and choose the best one in your program", "best_of")
+    if body.best_of not in (None, 1, body.n or 1):
+        raise ApiError(400, "best_of must be 1 or equal n, because this server does not rank answers. Request several answers "
+                            "with n and logprobs, and choose the best one in your program", "best_of")
     start = service.states.start_state(body.state, owner, model)
     prompts = [prompt_ids(service, prompt, start=start) for prompt in _prompts(body)]
     usual = service.defaults[False, False]

@@ -202,7 +202,8 @@ def _common_fields(body: OllamaRequest, model: str) -> JsonObject:
 def _message(message: JsonObject, where: str) -> JsonObject:
     _refuse_images(message.get("images"), f"{where}.images")
     fields = {name: value for name, value in message.items() if name not in ("images", "thinking", "tool_name")}
-    fields.setdefault("content", "")
+    if fields.get("content") is None:    # Ollama reads null as ""
+        fields["content"] = ""
     if message.get("thinking"):
         fields["reasoning_content"] = message["thinking"]
     if message.get("tool_name"):
