@@ -254,7 +254,9 @@ def test_patterns_are_read_as_ecma_reads_them() -> None:
     assert rust_pattern(r"^\w\d[a-z]\.$") == r"^\w\d[a-z]\.$"
     assert rust_pattern(r"[^[\]]") == r"[^\x00\[\]]"
     for pattern, text, matches in ((r"^[^-+.]+$", "-", False), (r"^[^-+.]+$", "!", True), (r"^[^-]$", "-", False),
-                                   (r"^[-a]$", "-", True), (r"^[^a-]$", "-", False)):
+                                   (r"^[-a]$", "-", True), (r"^[^a-]$", "-", False), (r"^[+--]$", ",", True),
+                                   (r"^[+--]$", ".", False), (r"^[--/]$", ".", True), (r"^[\--/]$", ".", True),
+                                   (r"^[^+--]$", ",", False), (r"^\<a\>$", "<a>", True), (r"^\<a\>$", "a", False)):
         assert is_finished(Grammar.json_schema({"type": "string", "pattern": pattern}), json.dumps(text)) == matches, pattern
 
 

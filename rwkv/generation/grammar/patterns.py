@@ -9,6 +9,7 @@ import re
 # ECMA 262 defines white space and line ends like this; Rust's crate regex differs
 WHITE_SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
 NUL = r"\x00"                            # excluded in each [^...], or llguidance 1.9.1 lets [^"] match an escaped "
+ESCAPES = {r"\s": f"[{WHITE_SPACE}]", r"\S": f"[^{WHITE_SPACE}]", r"\<": "<", r"\>": ">"}         # in Rust, \< begins a word
 NO_LINE_END = r"[^\n\r\u{2028}\u{2029}]"
 
 
@@ -87,7 +88,7 @@ def _negation(pattern: str) -> str | None:
 def rust_pattern(pattern: str) -> str:
     """Converts an ECMA 262 pattern to the syntax of Rust's crate regex.
 
-    The two differ in white space, in the dot, and, inside brackets, in [, && and ~~.
+    The two differ in white space, in the dot, in \\< and \\>, and, inside brackets, in [, &&, ~~ and --.
     """
     output = []
     in_class = False
@@ -96,12 +97,16 @@ def rust_pattern(pattern: str) -> str:
         character = pattern[place]
         if character == "\\" and place + 1 < len(pattern):
             escape = pattern[place:place + 2]
-            output.append({r"\s": f"[{WHITE_SPACE}]", r"\S": f"[^{WHITE_SPACE}]"}.get(escape, escape))
+            output.append(ESCAPES.get(escape, escape))
             place += 2
             continue
         if in_class:
             in_class = character != "]"
-            output.append(f"\\{character}" if character in "[&~" else character)
+            if pattern.startswith("--", place):          # a range that ends with a hyphen; in Rust, -- subtracts
+                output.append(r"-\-")
+                place += 1
+            else:
+                output.append(f"\\{character}" if character in "[&~" else character)
         elif character == "[":
             in_class = True
             output.append("[")
