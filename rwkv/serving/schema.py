@@ -29,7 +29,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 LONGEST_STOP = 256                       # characters
 MOST_ROWS = 128                          # most sequences in one request
 MOST_TOOLS = 128                         # most tools in one request
-MOST_NULLS = 16                          # most names of unknown fields that are null
+MOST_NULLS = 8                           # most names of unknown nested fields that are null
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
@@ -38,7 +38,7 @@ MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]            # -1 me
 Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1 requests a random seed
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]       # Python's $ also matches before "\n"
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
-Body = TypeVar("Body")
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 # This server does not have the samplers with these options. The listed values turn a sampler off.
 OFF: dict[str, tuple[object, ...]] = {
@@ -507,7 +507,7 @@ def read(body: bytes, kind: type[Body]) -> Body:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError:
-            return _read_leniently(with_whole_numbers(msgspec.json.decode(body)), kind)
+            return _read_leniently(msgspec.json.decode(body), kind)
     except msgspec.ValidationError as error:
         raise _type_error(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -515,7 +515,10 @@ def read(body: bytes, kind: type[Body]) -> Body:
 
 
 def _read_leniently(fields: Any, kind: type[Body]) -> Body:
-    """Converts a body's JSON value to the type `kind`, without unknown fields that are null."""
+    """Converts a body's JSON value to the type `kind`, with whole numbers, and without unknown fields that are null."""
+    fields = with_whole_numbers(fields)
+    if isinstance(fields, dict):
+        fields = {name: value for name, value in fields.items() if value is not None or name in kind.__struct_fields__}
     for _ in range(MOST_NULLS):
         try:
             return msgspec.json.decode(msgspec.json.encode(fields), type=kind)

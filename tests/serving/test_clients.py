@@ -153,7 +153,9 @@ def test_an_unknown_field_that_is_null_is_no_value(g1: Running) -> None:
                          ("responses", {"input": "a", "max_output_tokens": 1}), ("messages", {**CHAT, "model": "tiny"})):
         answer = httpx.post(f"{g1.url}/v1/{path}", json={**fields, "truncate_prompt_tokens": None, "x": None}, timeout=60)
         assert answer.status_code == 200, answer.text
-    for fields, param in (({"x": None, "y": 1}, "y"), ({f"x{number}": None for number in range(1000)}, "x"),
+    many = {f"x{number}": None for number in range(1000)}
+    assert httpx.post(f"{g1.url}/v1/chat/completions", json={**CHAT, **many}, timeout=60).status_code == 200
+    for fields, param in (({"x": None, "y": 1}, "y"), ({"stream_options": many}, "stream_options.x"), ({"messages": None}, ""),
                           ({"tools": [tool, {**tool, "custom": {}}]}, "tools[1].custom")):
         check_error(httpx.post(f"{g1.url}/v1/chat/completions", json={**CHAT, **fields}), param)
 
