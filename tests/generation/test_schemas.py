@@ -69,6 +69,8 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         {"allOf": [{**OBJECT, "properties": {"a": {"type": "null"}, "z": INTEGER}, "required": ["z"],
                     "additionalProperties": {"type": ["integer", "null"]}}, {"properties": {"b": {"type": "integer"}}}]},
         ['{"a": null, "z": 1, "b": 1, "c": null}'], ['{"z": 1, "b": n']),
+    "labels of a domain": (
+        {"type": "string", "format": "hostname"}, ['"a--b.c-d.com"', '"abc"', '"ab-c"'], ['"ab--', '"x.xn--']),
     "large multiples": ({**INTEGER, "multipleOf": 5000}, ["30000", "-10000", "0", "1234567890123455000"], []),
     "19 digits": ({"type": "number", "exclusiveMinimum": 10**18}, ["1000000000000000001"], ["1e19"]),
     "19 digits below zero": ({**INTEGER, "maximum": -(10**18)}, ["-1000000000000000001"], ["1"]),

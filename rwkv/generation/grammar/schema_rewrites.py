@@ -36,12 +36,14 @@ LARGEST_FLOAT = float(2**63 - 1024)      # llguidance's largest bound of a `numb
 NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"   # allows no second 60, which very few minutes have
 LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"       # allows 29 February only in leap years
-LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # a domain with labels of at most 63 characters
+# A label of a domain has at most 63 characters. Hyphens in the third and fourth place are reserved (RFC 5891, 4.2.3.1)
+LABEL = "([^.@]{1,3}|[^.@]{2}([^.@-][^.@]|-[^.@-])[^.@]{0,59})"
+LABELS = rf"{LABEL}(\.{LABEL})*$"
 POINTER = "(/([^/~]|~[01])*)*$"
 # Patterns for rules that llguidance does not enforce: an email address has at most 64 characters before the @ and 254 in total
 # (RFC 5321), and a domain has at most 253 (RFC 1035).
 FORMAT_PATTERNS = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
-                   "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"],
+                   "email": [f"^[^@]{{1,64}}@{LABELS}", "^.{1,254}$"], "hostname": [f"^{LABELS}", "^.{1,253}$"],
                    "json-pointer": [f"^{POINTER}"], "relative-json-pointer": [f"^(0|[1-9][0-9]*)(#$|{POINTER})"],
                    "uri-template": ["^[^']*$"]}
 # Each of these formats is missing in llguidance, and is replaced by a stricter format
