@@ -69,6 +69,16 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         {"allOf": [{**OBJECT, "properties": {"a": {"type": "null"}, "z": INTEGER}, "required": ["z"],
                     "additionalProperties": {"type": ["integer", "null"]}}, {"properties": {"b": {"type": "integer"}}}]},
         ['{"a": null, "z": 1, "b": 1, "c": null}'], ['{"z": 1, "b": n']),
+    "listed names": (
+        {**OBJECT, "propertyNames": {"$ref": "#/$defs/C"}, "additionalProperties": INTEGER, "properties": {"b": {"const": "x"}},
+         "$defs": {"C": {"enum": ["a", "b", "c"], "type": "string", "title": "C"}}},
+        ['{"a": 1, "b": "x", "c": 3}', '{"c": 1}', "{}"], ['{"d', '{"a": "', '{"b": 1', '{"ab']),
+    "listed names, inside": (
+        {"type": "array", "items": {**OBJECT, "propertyNames": {"const": "a"}, "additionalProperties": {
+            **OBJECT, "propertyNames": {"enum": ["n", "m"]}, "required": ["m"]}}},
+        ['[{"a": {"n": 1, "m": 2}}, {}]', '[{"a": {"m": []}}]'], ['[{"b', '[{"a": {"k', '[{"a": {}', '[{"a": {"n": 1}']),
+    "a required name that is not listed": (
+        {"anyOf": [{**OBJECT, "propertyNames": {"enum": ["a"]}, "required": ["b"]}, {"type": "null"}]}, ["null"], ["{"]),
     "labels of a domain": (
         {"type": "string", "format": "hostname"}, ['"a--b.c-d.com"', '"abc"', '"ab-c"'], ['"ab--', '"x.xn--']),
     "large multiples": ({**INTEGER, "multipleOf": 5000}, ["30000", "-10000", "0", "1234567890123455000"], []),

@@ -10,6 +10,7 @@ The dialect is draft 2020-12, with the older keywords that llguidance supports. 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from typing import Any
 from urllib.parse import quote, unquote
 
 from rwkv.errors import UserError
@@ -28,6 +29,7 @@ from rwkv.io.json_types import JsonObject
 
 MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
 URI = "%!#$&'()*+,/:;=?@~"               # characters besides letters, digits and "-._" that may stand in a URI as they are
+ANNOTATIONS = ("$comment", "title", "description", "default", "examples", "$schema")    # keys that restrict nothing
 SCALARS = ("null", "boolean", "integer", "number", "string")
 MAX_MULTIPLE = 5_000                     # limit of multipleOf in units of its last digit; llguidance gives up at 10,000
 LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's integer bounds: int64's, the lower rounded up
@@ -60,6 +62,7 @@ def rewrite_schema(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
     Raises UserError, which names the place, if the schema cannot be enforced.
     """
     require_keywords(schema, where)
+    schema = _name_properties(schema, schema)
     finite = _Finite(schema)
     if not finite.has_instance(schema):
         raise UserError(f"{where}: no JSON value can satisfy the schema, because the schema excludes what it requires, or "
@@ -71,6 +74,62 @@ def rewrite_schema(schema: Schema, where: str, is_empty: IsEmpty) -> JsonObject:
 def allows_unbounded_numbers(schema: object) -> bool:
     """Returns True if the schema allows unbounded numbers, such as 1e999, which is infinite in float64."""
     return any(map(_may_be_any_number, all_schemas(schema)))
+
+
+def _name_properties(schema: Any, root: Schema) -> Any:
+    """Returns the schema in which `properties` has the names that propertyNames lists, there and in all nested schemas.
+
+    Pydantic describes a dict with an Enum or a Literal as its keys by propertyNames, as zod describes a record.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    rules = {**schema}
+    names = _listed_names(rules.get("propertyNames"), root)
+    if names is not None and not rules.get("patternProperties"):
+        del rules["propertyNames"]
+        given = rules.get("properties", {})
+        required = [name for name in rules.get("required", ()) if name not in names]
+        rules["properties"] = {**{name: given.get(name, rules.get("additionalProperties", True)) for name in names},
+                               **dict.fromkeys(required, False)}
+        rules["additionalProperties"] = False
+    for key in {*BY_NAME, *IN_LIST, *ALONE}:
+        if key in BY_NAME and key in rules:
+            rules[key] = {name: _name_properties(sub, root) for name, sub in rules[key].items()}
+        elif isinstance(rules.get(key), list):
+            rules[key] = [_name_properties(sub, root) for sub in rules[key]]
+        elif isinstance(rules.get(key), Mapping):
+            rules[key] = _name_properties(rules[key], root)
+    return rules
+
+
+def _listed_names(schema: object, root: Schema) -> list[str] | None:
+    """Returns the names that a schema of propertyNames lists with enum or const, or None if it describes them differently."""
+    if not isinstance(schema, Mapping):
+        return None
+    rules = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    if [*rules] == ["$ref"]:
+        target = _target(root, rules["$ref"])
+        return _listed_names(target, root) if isinstance(target, Mapping) and "$ref" not in target else None
+    names = rules.pop("enum", None) or [rules.pop("const", None)]
+    if rules not in ({}, {"type": "string"}) or not all(isinstance(name, str) for name in names):
+        return None
+    return [*dict.fromkeys(names)]
+
+
+def _target(root: object, reference: str) -> object:
+    """Returns the schema that a JSON pointer refers to, or None for any other reference or if there is no such schema."""
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    target = root
+    for step in unquote(reference[2:]).split("/") if len(reference) > 1 else ():
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, Mapping) and step in target:
+            target = target[step]
+        elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
+        else:
+            return None
+    return target if is_schema(target) else None
 
 
 def _may_be_any_number(schema: object) -> bool:
@@ -94,8 +153,7 @@ class _Finite:
     """Determines which schemas have a finite valid text. A schema that refers to itself or requires itself has none."""
 
     def __init__(self, root: object) -> None:
-        self._root = root
-        targets = {sub["$ref"]: self._target(sub["$ref"]) for sub in all_schemas(root)
+        targets = {sub["$ref"]: _target(root, sub["$ref"]) for sub in all_schemas(root)
                    if isinstance(sub, Mapping) and isinstance(sub.get("$ref"), str)}
         self._finite = {reference: target is None for reference, target in targets.items()}      # None: llguidance checks it
         changed = True
@@ -131,21 +189,6 @@ class _Finite:
         rest = schema.get("additionalItems", True) if isinstance(items, list) else items
         least = schema.get("minItems", 0)
         return all(map(self.has_instance, first[:int(least)])) and (least <= len(first) or self.has_instance(rest))
-
-    def _target(self, reference: str) -> object:
-        """Returns the schema that a JSON pointer refers to, or None for any other reference or if there is no such schema."""
-        if reference != "#" and not reference.startswith("#/"):
-            return None
-        target = self._root
-        for step in unquote(reference[2:]).split("/") if len(reference) > 1 else ():
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, Mapping) and step in target:
-                target = target[step]
-            elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
-                target = target[int(step)]
-            else:
-                return None
-        return target if is_schema(target) else None
 
 
 def _require_multiples(schema: Schema, where: str) -> None:
@@ -289,8 +332,7 @@ def _is_any(schema: object) -> bool:
 def _is_any_name(schema: object) -> bool:
     if not isinstance(schema, Mapping):
         return schema is True
-    rules = {key: value for key, value in schema.items()
-             if key not in ("$comment", "title", "description", "default", "examples", "$schema")}
+    rules = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
     kind = rules.pop("type", "string")
     return ("string" in kind if isinstance(kind, list) else kind == "string") and (not rules or rules == {"minLength": 0})
 
