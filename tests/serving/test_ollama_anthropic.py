@@ -186,6 +186,11 @@ def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) 
                                                             "stream": False, "options": {"num_predict": 1}})
         counts.append(answer.json()["prompt_eval_count"])
     assert counts[0] == counts[1] == counts[2]
+    marked = [{**tool, "x": 1, "function": {**tool["function"], "returns": {"type": "string"}}} for tool in TOOLS]
+    answers = [httpx.post(f"{writer.url}/api/chat", json={"model": "tiny", "messages": conversation[:1], "tools": tools,
+                                                          "stream": False, "options": {"num_predict": 1}}).json()
+               for tools in (TOOLS, marked)]
+    assert answers[0]["prompt_eval_count"] == answers[1]["prompt_eval_count"]
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"],
               "additionalProperties": False}
     assert 0 <= json.loads(ollama.chat("tiny", [{"role": "user", "content": "x"}], format=schema).message.content)["n"] <= 9

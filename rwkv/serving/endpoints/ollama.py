@@ -26,6 +26,7 @@ from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
 from rwkv.serving.schema import (
     OFF,
     CompletionRequest,
+    Function,
     TokenId,
     TranslatedChat,
     Unchecked,
@@ -129,7 +130,7 @@ def _chat(service: Service, raw_body: bytes, owner: str) -> Translated:
         return [], _empty_spec(service, name), body
     fields = _common_fields(body, name)
     fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
-    fields["tools"] = [{"type": "function", **tool} for tool in body.tools or ()] or None
+    fields["tools"] = [_tool(tool) for tool in body.tools or ()] or None
     last = fields["messages"][-1]
     if last.get("role") == "assistant" and not last.get("tool_calls"):   # Ollama continues an assistant message
         if last["content"] or last.get("reasoning_content"):
@@ -212,6 +213,13 @@ def _message(message: JsonObject, where: str) -> JsonObject:
     if isinstance(calls, list):
         fields["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
     return fields
+
+
+def _tool(tool: JsonObject) -> JsonObject:
+    function = tool.get("function")
+    if isinstance(function, dict):       # Ollama ignores unknown fields here, too
+        function = {name: value for name, value in function.items() if name in Function.__struct_fields__}
+    return {"type": tool.get("type") or "function", **({"function": function} if "function" in tool else {})}
 
 
 def _refuse_images(images: object, where: str) -> None:
