@@ -174,6 +174,7 @@ def test_what_is_banned_may_leave_no_token() -> None:
 
 @pytest.mark.parametrize(("grammar", "place"), [
     (Grammar.json_schema({"properties": {"a": {"items": {"type": "strin"}}}}), "json_schema.properties.a.items:"),
+    (Grammar.json_schema({"type": 3}), "json_schema:"), (Grammar.json_schema({"items": {"type": True}}), "json_schema.items:"),
     (Grammar.json_schema({"$ref": "#/$defs/X", "$defs": {"X": {"not": {}}}}), "json_schema.$defs.X:"),
     (Grammar.json_schema({"anyOf": [{"type": "string"}, {"pattern": "(?=a)b", "type": "string"}]}), "json_schema.anyOf[1]:"),
     (Grammar.json_schema({"$ref": "http://example.com/schema"}), "json_schema:"),

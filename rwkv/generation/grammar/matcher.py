@@ -130,8 +130,9 @@ def cached_matchers(grammar: Grammar, tokenizer: Tokenizer) -> list[LibraryMatch
 
 
 def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> list[LibraryMatcher]:
-    grammars = (grammar, grammar.with_finite_numbers())
-    libraries = [_library(each, tokenizer) for each in grammars if each is not None]
+    libraries = [_library(grammar, tokenizer)]           # raises for a value that JSON Schema does not allow, such as {"type": 3}
+    if (finite := grammar.with_finite_numbers()) is not None:
+        libraries.append(_library(finite, tokenizer))
     if not vocabulary(tokenizer).has_all_characters:
         require_ends(grammar, libraries, tokenizer)
     return libraries
