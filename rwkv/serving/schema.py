@@ -27,6 +27,7 @@ from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONGEST_STOP = 256                       # characters
+LONGEST_ERROR = 400                      # characters
 MOST_ROWS = 128                          # most sequences in one request
 MOST_TOOLS = 128                         # most tools in one request
 MOST_NULLS = 8                           # most names of unknown nested fields that are null
@@ -580,8 +581,8 @@ def _type_error(error: msgspec.ValidationError, kind: type) -> ApiError:
         return ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter")
     where = (path and path[1]) or "the body"
     problem = re.sub("(?<=xpected )`[^`]*`|(?<=got )`[^`]*`", _json_type_names, message.partition(" - at ")[0]).replace("`", "")
-    text = f"{where}: {problem[:1].lower()}{problem[1:]}"
-    return ApiError(400, text, param or None, "unknown_parameter" if unknown else None)
+    text = f"{where}: {problem[:1].lower()}{problem[1:]}"        # repeats names and values of the request
+    return ApiError(400, text[:LONGEST_ERROR], param[:LONGEST_ERROR] or None, "unknown_parameter" if unknown else None)
 
 
 def _json_type_names(match: re.Match[str]) -> str:

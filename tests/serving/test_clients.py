@@ -211,6 +211,13 @@ def test_a_value_of_another_type_is_refused_in_words(api: httpx.Client, field: s
     assert not re.search(r"`|\b(int|str|bool|float|None)\b", message)
 
 
+def test_an_error_does_not_repeat_a_long_value(api: httpx.Client) -> None:
+    for fields in ({"reasoning_effort": "x" * 9000}, {"x" * 9000: 1}, {"tools": [{"x" * 9000: 1}]}):
+        answer = api.post("/chat/completions", json={**CHAT, **fields})
+        check_error(answer)
+        assert len(answer.text) < 2000
+
+
 # rwkv-rs's options and ours mean the same on a server with the template g1
 FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rwkv_prompt_template": "assistant"}, {}), ({"rwkv_prompt_template": "function_calling"}, {}),

@@ -130,7 +130,7 @@ def cached_matchers(grammar: Grammar, tokenizer: Tokenizer) -> list[LibraryMatch
 
 
 def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> list[LibraryMatcher]:
-    libraries = [_library(grammar, tokenizer)]           # raises for a value that JSON Schema does not allow, such as {"type": 3}
+    libraries = [_library(grammar, tokenizer)]           # raises for a keyword with a wrong value, such as {"type": 3}
     if (finite := grammar.with_finite_numbers()) is not None:
         libraries.append(_library(finite, tokenizer))
     if not vocabulary(tokenizer).has_all_characters:
