@@ -1,4 +1,4 @@
-"""Runs `python serve.py` in a separate process, and sends it requests as bytes, for the tests of the server."""
+"""Runs serve.py in a separate process, and sends it requests as bytes, for the tests of the server."""
 
 import json
 import os
@@ -12,24 +12,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
+from forked import ROOT, Forked
 
 if TYPE_CHECKING:
     import openai
 
-ROOT = Path(__file__).parent.parent
 # A logit_bias that allows only letters, so that a generated text has the same tokens when it is encoded again
 LETTERS = {str(letter): 100.0 for letter in range(97, 123)}
 
 
 class Running:
-    """Runs `python serve.py` in a process, whose output so far is `log`."""
+    """Runs serve.py in a process, whose output so far is `log`."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, apart: bool = False) -> None:
+        """Starts the server.
+
+        `apart` starts it as a user does, as an interpreter of its own, which starts another one for the engine. By default both
+        processes are forked, which saves the two seconds that torch's import takes.
+        """
         self._log = folder / f"serve-{time.monotonic_ns()}.log"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen([sys.executable, str(ROOT / "serve.py"), "port=0", "kernel=reference", *options],
-                                            stdout=log, stderr=log, env=environment, cwd=folder)
+        command = "serve.py", "port=0", "kernel=reference", *options
+        self._log.touch()
+        self.process: subprocess.Popen[bytes] | Forked
+        if apart:
+            with self._log.open("w") as log:
+                self.process = subprocess.Popen([sys.executable, str(ROOT / command[0]), *command[1:]], stdout=log, stderr=log,
+                                                env=environment, cwd=folder)
+        else:
+            self.process = Forked(folder, command, environment, log=self._log)
         until = time.monotonic() + 120
         while "\nready" not in self.log and self.process.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
@@ -80,9 +91,9 @@ class Running:
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[Running]:
+def serving(folder: Path, *options: str, apart: bool = False) -> Iterator[Running]:
     """Yields a server that has started, and stops it when the block ends."""
-    running = Running(folder, *options)
+    running = Running(folder, *options, apart=apart)
     try:
         assert running.process.poll() is None, running.log
         yield running

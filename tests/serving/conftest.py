@@ -44,8 +44,9 @@ def model(checkpoint: Path) -> RWKV:
 
 @pytest.fixture(scope="session")
 def server(checkpoint: Path) -> Iterator[Running]:
+    """Yields the server of most tests, which is started as a user starts it."""
     with serving(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", "max_rows=4", "max_queue=4",
-                 "max_tokens=100000", "receive_s=1.5", "max_body_mib=1") as running:
+                 "max_tokens=100000", "receive_s=1.5", "max_body_mib=1", apart=True) as running:
         yield running
 
 
@@ -61,8 +62,8 @@ def start(checkpoint: Path) -> Iterator[Callable[..., Running]]:
     """Yields start("option=value", ...), which starts a server for this test alone."""
     started: list[Running] = []
 
-    def begin(*options: str) -> Running:
-        started.append(Running(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", *options))
+    def begin(*options: str, apart: bool = False) -> Running:
+        started.append(Running(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", *options, apart=apart))
         return started[-1]
 
     yield begin

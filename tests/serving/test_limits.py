@@ -329,7 +329,7 @@ def test_an_idle_server_ends_at_once(start: Callable[..., Running], tmp_path: Pa
     """The server ends at once also without uvloop."""
     (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(\"No module named 'uvloop'\", name='uvloop')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    server = start("dtype=bfloat16", "grace_s=60")
+    server = start("dtype=bfloat16", "grace_s=60", apart=True)
     assert "on cpu, bfloat16" in server.log
     assert "asyncio" in server.log
     assert httpx.post(f"{server.url}/v1/completions", json=OK, timeout=60).status_code == 200
