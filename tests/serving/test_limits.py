@@ -371,7 +371,8 @@ def test_a_signal_lets_running_texts_end_and_refuses_who_waits_when_the_time_is_
 def test_a_second_signal_ends_the_server_at_once(start: Callable[..., Running]) -> None:
     server = start("max_tokens=100000")
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()      # a generator that nobody holds closes the connection
+        next(lines)
         for _ in range(2):
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.5)
