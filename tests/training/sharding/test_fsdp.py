@@ -61,14 +61,12 @@ CHAT = (*COMMON, "data=chat", "data.path=pairs.jsonl", "init_from=base7.safetens
 NORMUON = ("optim.name=normuon", "optim.weight_decay=0.1")
 RWKV7 = ("model=rwkv7_tiny", "model.n_layer=2", "model.n_embd=64")
 CASES = {
-    "rwkv4": (*TEXT, "optim.weight_decay=0.1"),
+    "rwkv4": (*TEXT, "optim.weight_decay=0.1", "trainer.tbptt=2"),
     "rwkv7": (*TEXT, *RWKV7, *NORMUON, "trainer.accumulate=2", "trainer.activation_checkpointing=true",
               "trainer.grad_norms=true"),
-    "tbptt": (*TEXT, "trainer.tbptt=2"),
-    "half": (*TEXT, *RWKV7, "trainer.precision=bf16-mixed"),
     "lora": (*CHAT, "tune=lora", "tune.rank=2"),
-    "state": (*CHAT, "tune=state"),
 }
+SOAK_CASES = {"half": (*TEXT, *RWKV7, "trainer.precision=bf16-mixed"), "state": (*CHAT, "tune=state")}
 CPU = ("trainer.accelerator=cpu",)
 TWO = ("trainer=fsdp", "trainer.devices=2", *CPU)
 Case = tuple[str, ...]
@@ -102,27 +100,49 @@ def write_tuning_files(folder: Path) -> None:
     (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
 
 
-@pytest.fixture(scope="module")
-def runs(folder: Path) -> Path:
-    """Returns a folder with two runs of each case: NAME-one by one process, and NAME-two by two."""
-    write_tuning_files(folder)
-    for name, case in CASES.items():
+def train_one_and_two(folder: Path, cases: dict[str, Case]) -> Path:
+    """Makes two runs of each case: NAME-one by one process, and NAME-two by two. Returns the folder."""
+    for name, case in cases.items():
         result = done_here(folder, "train", *case, *CPU, f"out_dir={name}-one")
         assert result.status == 0, result.error
-    run_in_processes(2, train_cases, folder, [(*case, *TWO, f"out_dir={name}-two") for name, case in CASES.items()])
+    run_in_processes(2, train_cases, folder, [(*case, *TWO, f"out_dir={name}-two") for name, case in cases.items()])
     return folder
 
 
-@pytest.mark.programs
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_have_the_losses_and_norms_of_one(runs: Path, name: str) -> None:
-    """The order of sums changes the rounding of products in half precision, which Muon uses, too."""
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Path:
+    write_tuning_files(folder)
+    return train_one_and_two(folder, CASES)
+
+
+@pytest.fixture(scope="module")
+def soak_runs(runs: Path) -> Path:
+    return train_one_and_two(runs, SOAK_CASES)
+
+
+def compare_losses_and_norms(runs: Path, name: str) -> None:
+    """Compares the run of two processes with that of one.
+
+    The order of sums changes the rounding of products in half precision, which Muon uses, too.
+    """
     tolerance = 2e-2 if name == "half" else 5e-3 if name == "rwkv7" else 1e-4
     for metric in ("train/loss", "val/loss"):
         one, two = losses(runs / f"{name}-one", metric), losses(runs / f"{name}-two", metric)
         assert len(one) >= 2
         assert two == pytest.approx(one, abs=tolerance)
     assert losses(runs / f"{name}-two", "grad_norm") == pytest.approx(losses(runs / f"{name}-one", "grad_norm"), rel=0.1)
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_have_the_losses_and_norms_of_one(runs: Path, name: str) -> None:
+    compare_losses_and_norms(runs, name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SOAK_CASES)
+def test_half_precision_and_states_have_the_losses_and_norms_of_one(soak_runs: Path, name: str) -> None:
+    compare_losses_and_norms(soak_runs, name)
 
 
 # Checkpoints
@@ -137,36 +157,38 @@ def copy_halfway(runs: Path, run: str, name: str, step: int = HALF) -> None:
     assert read_checkpoint(checkpoints / "last.ckpt").step == step
 
 
-@pytest.fixture(scope="module")
-def continued_runs(runs: Path) -> Path:
-    """Returns the folder, with runs of the case rwkv7 that were continued from their first checkpoint.
+def continue_with_two_processes(runs: Path, name: str) -> Path:
+    """Continues a run of the case rwkv7. A name such as one-two gives the number of processes before and after."""
+    copy_halfway(runs, f"rwkv7-{name.partition('-')[0]}", name)
+    run_in_processes(2, train_cases, runs, [(f"out_dir={name}", "resume=auto", "trainer=fsdp", "trainer.devices=2")])
+    return runs / name
 
-    A name such as one-two gives the number of processes before and after it.
-    """
-    for name in ("two-two", "one-two", "two-one"):
-        copy_halfway(runs, f"rwkv7-{name.partition('-')[0]}", name)
-    run_in_processes(2, train_cases, runs, [(f"out_dir={name}", "resume=auto", "trainer=fsdp", "trainer.devices=2")
-                                            for name in ("two-two", "one-two")])
+
+def same_but_for_rounding(run: Path, expected: Path, same_processes: Path) -> None:
+    """The order of sums changes the losses a little. The checkpoint is like that of a run with as many processes."""
+    for metric in ("train/loss", "val/loss"):
+        assert losses(run, metric) == pytest.approx(losses(expected, metric), abs=5e-3)
+    actual, like = (content(each / "checkpoints/last.ckpt") for each in (run, same_processes))
+    assert {key: getattr(value, "shape", None) for key, value in actual.items()} == {
+        key: getattr(value, "shape", None) for key, value in like.items()}
+
+
+@pytest.mark.programs
+def test_the_same_number_of_processes_continues_to_the_bit(runs: Path) -> None:
+    assert_same_training(continue_with_two_processes(runs, "two-two"), runs / "rwkv7-two")
+
+
+@pytest.mark.programs
+def test_one_process_continues_the_run_of_two(runs: Path) -> None:
+    copy_halfway(runs, "rwkv7-two", "two-one")
     result = done_here(runs, "train", "out_dir=two-one", "resume=auto", "trainer.strategy=single", "trainer.devices=1")
     assert result.status == 0, result.error
-    return runs
+    same_but_for_rounding(runs / "two-one", runs / "rwkv7-two", runs / "rwkv7-one")
 
 
-@pytest.mark.programs
-def test_the_same_number_of_processes_continues_to_the_bit(continued_runs: Path) -> None:
-    assert_same_training(continued_runs / "two-two", continued_runs / "rwkv7-two")
-
-
-@pytest.mark.programs
-@pytest.mark.parametrize("name", ["one-two", "two-one"])
-def test_another_number_of_processes_continues_the_run(continued_runs: Path, name: str) -> None:
-    """The order of sums changes the losses a little."""
-    for metric in ("train/loss", "val/loss"):
-        assert losses(continued_runs / name, metric) == pytest.approx(losses(continued_runs / "rwkv7-two", metric), abs=5e-3)
-    after = name.partition("-")[2]
-    actual, expected = (content(continued_runs / run / "checkpoints/last.ckpt") for run in (name, f"rwkv7-{after}"))
-    assert {key: getattr(value, "shape", None) for key, value in actual.items()} == {
-        key: getattr(value, "shape", None) for key, value in expected.items()}
+@pytest.mark.soak
+def test_two_processes_continue_the_run_of_one(runs: Path) -> None:
+    same_but_for_rounding(continue_with_two_processes(runs, "one-two"), runs / "rwkv7-two", runs / "rwkv7-two")
 
 
 @pytest.mark.programs
@@ -186,8 +208,9 @@ def test_shards_are_a_checkpoint_like_any_other(runs: Path) -> None:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("method", ["lora", "state"])
-def test_what_is_tuned_is_left_as_files(runs: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "trained"), [("lora", "runs"), pytest.param("state", "soak_runs", marks=pytest.mark.soak)])
+def test_what_is_tuned_is_left_as_files(method: str, trained: str, request: pytest.FixtureRequest) -> None:
+    runs: Path = request.getfixturevalue(trained)
     one, two = (read_checkpoint(runs / f"{method}-{name}") for name in ("one", "two"))
     for name, tensor in one.weights.items():
         torch.testing.assert_close(two.weights[name], tensor, rtol=1e-3, atol=1e-4)
