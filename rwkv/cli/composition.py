@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin
@@ -82,15 +83,21 @@ def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
 def _hydra(schema: type, config_name: str) -> Iterator[None]:
     """Registers the schema, the kernels and the folder of configurations with Hydra for the `with` block."""
     import hydra
-    from hydra.core.config_store import ConfigStore
 
     _restore_parser_asserts()
+    _register(schema, config_name)
+    with hydra.initialize_config_dir(str(configs.CONFIGS), version_base="1.3"):
+        yield
+
+
+@lru_cache(maxsize=1)                    # a later schema takes the place of an earlier one of the same name
+def _register(schema: type, config_name: str) -> None:
+    from hydra.core.config_store import ConfigStore
+
     store = ConfigStore.instance()
     store.store(name=f"{config_name}_schema", node=schema)
     for name in KERNELS:
         store.store(group="kernel", name=name, node={"name": name})
-    with hydra.initialize_config_dir(str(configs.CONFIGS), version_base="1.3"):
-        yield
 
 
 def as_yaml(config: "DataclassInstance") -> str:

@@ -95,7 +95,7 @@ def test_a_step_computes_the_formulas(generation: str, monkeypatch: pytest.Monke
     assert check_step(model_of(generation), GpuDecoder, monkeypatch, T=3).max() <= 2e-5
 
 
-@each_generation
+@rwkv4_in_soak
 def test_rows_that_join_and_leave_are_pytorchs_in_float64(generation: str) -> None:
     model = model_of(generation)
     decoder, reference = GpuDecoder(model, model.empty_state(0)), Decoder(exact(model), model.empty_state(0))
@@ -121,7 +121,7 @@ def test_heads_of_other_sizes(C: int, N: int) -> None:
         assert error(decoder.step(torch.tensor([token])), reference.step(torch.tensor([token]))) < CLOSE
 
 
-@each_generation
+@rwkv4_in_soak
 @pytest.mark.parametrize(("format", "allowed"), [("bfloat16", 0.015), ("int4", 0.015), *(
     pytest.param(*case, marks=pytest.mark.soak) for case in (("float16", 0.002), ("int8", 0.015)))])
 def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, format: str, allowed: float) -> None:
@@ -214,7 +214,7 @@ def test_an_engine_reads_short_prompts_together(generation: str, monkeypatch: py
             assert torch.equal(row.final_context.logits, expected.logits)
 
 
-@each_generation
+@rwkv4_in_soak
 def test_decoders_of_one_model_share_slots_and_not_rows(generation: str) -> None:
     model = model_of(generation)
     one = GpuDecoder(model, model.empty_state(2))
@@ -232,7 +232,7 @@ def test_decoders_of_one_model_share_slots_and_not_rows(generation: str) -> None
     assert in_use - (len(step.states) - 1 - len(step._free)) == 3
 
 
-@each_generation
+@rwkv4_in_soak
 def test_graphs_of_a_warm_up_serve_every_later_decoder(generation: str) -> None:
     model = model_of(generation, n_layer=1)
     first = GpuDecoder(model, model.empty_state(0))
@@ -261,7 +261,7 @@ def test_after_an_engines_warm_up_no_graph_is_captured(monkeypatch: pytest.Monke
     assert step._graphs == captured
 
 
-@each_generation
+@rwkv4_in_soak
 def test_a_model_that_nobody_has_is_freed_at_once(generation: str) -> None:
     """The garbage collector is off, because the GPU may have no room for the next model until the collector runs."""
     model = model_of(generation, n_layer=1)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from implementations import compiled_in_soak, implementation, in_soak, remembered
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from kernels import compare
 from kernels.compare import errors, misses
@@ -235,7 +236,8 @@ REGISTRATION_CASES = [
     one for each in CASES for adapter, name in each.values
     for one in ([each] if name in (adapter.reference, adapter.file) or name.startswith(("c_", "cuda_", "triton_"))
                 else in_soak(each))]
-SCANS_IN_SOAK = [one for each in CASES for one in (in_soak(each) if "compile_scan" in each.id else [each])]
+COMPILED = [each for each in CASES if "compile_scan" in each.id or "torch_compile" in each.id]
+COMPILED_IN_SOAK = [one for each in CASES for one in (in_soak(each) if each in COMPILED else [each])]
 
 
 @pytest.fixture(params=compiled_in_soak(CASES))
@@ -344,7 +346,7 @@ def test_every_operator_has_an_adapter() -> None:
     assert set(operators()) <= set(ADAPTERS)
 
 
-@pytest.mark.parametrize("case", SCANS_IN_SOAK, indirect=True)
+@pytest.mark.parametrize("case", COMPILED_IN_SOAK, indirect=True)
 def test_results_at_every_shape(case: tuple[Any, Any], device: str) -> None:
     """Outputs and gradients are compared in the operator's first dtype."""
     adapter, operator = case
@@ -353,14 +355,29 @@ def test_results_at_every_shape(case: tuple[Any, Any], device: str) -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("case", [each for each in CASES if "compile_scan" in each.id], indirect=True)
-def test_results_of_a_compiled_scan_at_one_shape(case: tuple[Any, Any], device: str) -> None:
-    """Each shape takes seconds to compile, so the other shapes are tested in make soak."""
+@pytest.mark.parametrize("case", [one for each in COMPILED for one in (
+    in_soak(each) if each.id in ("timex-torch_compile", "wkv4-torch_compile") else [each])], indirect=True)
+def test_results_of_what_torch_compiles_at_one_shape(case: tuple[Any, Any], device: str) -> None:
+    """Each form of a kernel takes seconds to compile, so make soak tests the other shapes and dtypes.
+
+    timex-torch_compile, whose kernels wkv4-torch_compile uses, has its own test.
+    """
     adapter, operator = case
     assert not wrong(adapter, operator, adapter.inputs(adapter.shapes[0], adapter.dtypes[0], device), adapter.dtypes[0])
 
 
-@pytest.mark.parametrize("case", SCANS_IN_SOAK, indirect=True)
+@pytest.mark.implementation("timex", "torch_compile")
+def test_one_compilation_of_timex_serves_every_size(device: str) -> None:
+    """By default torch.compile would compile again for a size of 1 and for sizes that are equal."""
+    adapter, compiled = ADAPTERS["timex"], set()
+    for shape in ((3, 5, 11), (1, 1, 1), (1, 4, 9), (5, 5, 5), (2, 1, 64), (5, 3, 129)):
+        assert not wrong(adapter, TimeX("torch_compile"), adapter.inputs(shape, torch.float32, device)), shape
+        compiled.add(counters["stats"]["unique_graphs"])
+    assert len(compiled) == 1
+    assert compiled != {0}
+
+
+@pytest.mark.parametrize("case", COMPILED_IN_SOAK, indirect=True)
 @pytest.mark.parametrize("shapes", [pytest.param(slice(1, None, 3), id="some", marks=pytest.mark.thorough),
                                     pytest.param(slice(None), id="every", marks=pytest.mark.soak)])
 def test_results_in_every_dtype(case: tuple[Any, Any], shapes: slice, device: str) -> None:
