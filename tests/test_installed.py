@@ -42,7 +42,7 @@ def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int)
 @pytest.mark.programs
 @pytest.mark.parametrize(("command", "module"), [
     ("train", "rwkv.programs.train"), ("evaluate", "rwkv.tools.evaluate"), ("convert", "rwkv.tools.convert"),
-    ("bench", "kernels.bench")])
+    pytest.param("bench", "kernels.bench", marks=pytest.mark.soak)])     # imports torch
 def test_a_help_names_the_program_as_it_was_typed(command: str, module: str) -> None:
     def help_of(*words: str) -> str:
         result = subprocess.run([sys.executable, "-m", *words, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)

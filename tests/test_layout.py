@@ -285,20 +285,21 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("modules", "absent"), [
-    ([module_of(path) for path in (ROOT / "rwkv" / "model").rglob("*.py") if "triton" not in path.stem],
-     ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
-    (["rwkv.pretrained", "rwkv.programs.generate_results"], ("hydra", "lightning", "wandb")),
-    (["rwkv.tools.evaluate", "rwkv.tools.convert", "rwkv.tools.doctor", "rwkv.tools.smoke", "rwkv.tools.completion",
-      "rwkv.training.sweep.sweep", "rwkv.training.run.options", "rwkv.checkpoint.option_files",
-      "rwkv.generation.options"], ("torch", "hydra", "lightning", "wandb", "taichi")),
-    (["rwkv", "rwkv.cli", *(f"rwkv.programs.{name}" for name in ("train", "generate", "chat", "serve")), "kernels.registry"],
-     ("torch", "numpy", "hydra", "omegaconf", "lightning", "wandb", "taichi")),
-])
-def test_what_an_import_brings_with_it(modules: list[str], absent: tuple[str, ...], tmp_path: Path) -> None:
-    code = f"import sys, {', '.join(modules)}\nprint({set(absent)} & set(sys.modules))"
+@pytest.mark.parametrize("steps", [
+    [([module_of(path) for path in (ROOT / "rwkv" / "model").rglob("*.py") if "triton" not in path.stem],
+      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
+     (["rwkv.pretrained", "rwkv.programs.generate_results"], ("hydra", "lightning", "wandb"))],
+    [(["rwkv.tools.evaluate", "rwkv.tools.convert", "rwkv.tools.doctor", "rwkv.tools.smoke", "rwkv.tools.completion",
+       "rwkv.training.sweep.sweep", "rwkv.training.run.options", "rwkv.checkpoint.option_files",
+       "rwkv.generation.options"], ("torch", "hydra", "lightning", "wandb", "taichi"))],
+    [(["rwkv", "rwkv.cli", *(f"rwkv.programs.{name}" for name in ("train", "generate", "chat", "serve")), "kernels.registry"],
+      ("torch", "numpy", "hydra", "omegaconf", "lightning", "wandb", "taichi"))],
+], ids=["models", "tools", "programs"])
+def test_what_an_import_brings_with_it(steps: list[tuple[list[str], tuple[str, ...]]], tmp_path: Path) -> None:
+    """Each step imports modules into the same process, and names modules that must then be absent."""
+    code = "\n".join(f"import sys, {', '.join(modules)}\nprint({set(absent)} & set(sys.modules))" for modules, absent in steps)
     result = fresh_python(code, tmp_path)
-    assert (result.stdout, result.stderr) == ("set()\n", "")
+    assert (result.stdout, result.stderr) == ("set()\n" * len(steps), "")
 
 
 def fresh_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 TESTS = Path(__file__).parent
 TABLE = TESTS / "triton_resources.txt"
@@ -44,15 +44,19 @@ def measure(arch: int, heads: Sequence[str], cache: Path) -> dict[Kernel, Resour
     files.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    resources = {}
+    resources: dict[Kernel, Resources] = {}
     for head in heads:
         proc = subprocess.run([sys.executable, TESTS / "kernels" / "triton_cubins.py", str(arch), head], text=True, check=False,
                               capture_output=True, cwd=TESTS.parent, env=environment | {"TRITON_CACHE_DIR": str(cache)})
         assert proc.returncode == 0, proc.stderr
-        for name, needs in json.loads(proc.stdout).items():
-            values = Resources(needs["registers"], needs["shared"], needs["spilled"], needs["warps"])
-            resources[Kernel(_short(name), f"sm_{arch}", head)] = values
+        resources |= by_kernel(json.loads(proc.stdout), arch, head)
     return resources
+
+
+def by_kernel(facts: dict[str, dict[str, Any]], arch: int, head: str) -> dict[Kernel, Resources]:
+    """Returns the resources of the cubins of one head by kernel. `facts` is the output of kernels/triton_cubins.py."""
+    return {Kernel(_short(name), f"sm_{arch}", head):
+            Resources(needs["registers"], needs["shared"], needs["spilled"], needs["warps"]) for name, needs in facts.items()}
 
 
 def version() -> str:

@@ -58,7 +58,7 @@ for does in ({does}):
 
 @pytest.mark.parametrize(("kernel", "before", "does"), [
     pytest.param("torch_chunk", True, "same,", id="the same text"),
-    pytest.param("torch_chunk", False, "text,", id="a text where only a model was made"),
+    pytest.param("torch_chunk", False, "text,", id="a text where only a model was made", marks=pytest.mark.soak),
     pytest.param("taichi_v3", True, "ended, refused", id="an end, and a sentence where the kernel needs Taichi's threads",
                  marks=[pytest.mark.implementation("wkv7", "taichi_v3", device="cpu"), pytest.mark.compiles])])
 def test_a_forked_child_answers(kernel: str, before: bool, does: str) -> None:
