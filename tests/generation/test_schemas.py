@@ -170,7 +170,7 @@ def is_finite(value: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-@pytest.mark.parametrize("walks", [8, pytest.param(200, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("walks", [8, pytest.param(200, marks=pytest.mark.soak)])
 def test_random_texts_are_valid(name: str, walks: int) -> None:
     schema = ENFORCED[name][0]
     grammar = Grammar.json_schema(schema)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("timex") if name.startswith("cuda_")]
 # (B, C, T): whole tiles, more than a block's batches, more than a block's steps
 SHAPES = (*cases.SHAPES[:-1], (3, 2, 256), (33, 1, 300), (1, 2, 1030))
-QUICK_SHAPES = SHAPES[1::2]                      # make test runs these for all versions but the last
+QUICK_SHAPE = SHAPES[1]                          # make test runs this one for all versions but the last
 BROKEN = Source(cuda_host.__file__, "broken.cu")
 N = 32
 ADAPTER = conformance.ADAPTERS["timex"]
@@ -36,7 +36,7 @@ def timex(request: pytest.FixtureRequest, host: Host) -> Iterator[TimeX]:
 
 @pytest.mark.parametrize(("name", "shape", "order"), [
     pytest.param(name, shape, order, id=f"{name}-{shape}",
-                 marks=[] if name == CUDA[-1] or shape in QUICK_SHAPES else pytest.mark.soak)
+                 marks=[] if name == CUDA[-1] or shape == QUICK_SHAPE else pytest.mark.soak)
     for name in CUDA for shape, order in zip(SHAPES, cycle(ORDERS[:2]), strict=False)])
 def test_output_and_gradients(name: str, shape: tuple[int, int, int], order: str, host: Host) -> None:
     with on_the_cpu(host, order):

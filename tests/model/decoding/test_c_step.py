@@ -25,15 +25,9 @@ in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_no
 SIZES = {"whole blocks": {"n_embd": 64, "n_ffn": 96}, "pieces of blocks": {"n_embd": 40, "n_ffn": 1032, "n_layer": 2}}
 
 
-USUAL_BLOCKS = ("q8_0", "q4_k")
-
-
-def mark_of(format: str) -> Any:
-    """Returns the pytest mark for tests of a weight format: `thorough` for unusual blocks."""
-    return pytest.mark.thorough if format in BLOCKS and format not in USUAL_BLOCKS else ()
-
-
-FORMATS_HERE = [pytest.param(format, marks=mark_of(format)) for format in FORMATS]
+UNUSUAL_BLOCKS = [format for format in BLOCKS if format not in ("q8_0", "q4_k")]
+# make soak tests unusual blocks for their bits, too; make test compares their values with float64
+FORMATS_HERE = [*(pytest.param(format, marks=pytest.mark.soak if format in UNUSUAL_BLOCKS else ()) for format in FORMATS)]
 
 
 def model_in(format: str, generation: str, sizes: str = "whole blocks", **others: int) -> RWKV:
@@ -43,7 +37,8 @@ def model_in(format: str, generation: str, sizes: str = "whole blocks", **others
 
 @in_c
 @each_generation
-@pytest.mark.parametrize("format", [pytest.param(format, marks=mark_of(format)) for format in BLOCKS])
+@pytest.mark.parametrize("format", [
+    pytest.param(format, marks=pytest.mark.thorough if format in UNUSUAL_BLOCKS else ()) for format in BLOCKS])
 @torch.no_grad()
 def test_steps_with_blocks_are_the_models_in_float64(level: str, format: str, generation: str) -> None:
     """A difference in the last bit may round an input of a row differently, and the row differs from then on."""
