@@ -33,7 +33,7 @@ class ProposalCost:
     def __init__(self, draft_cost: float) -> None:
         self.draft_cost = draft_cost
         self._steps = _RecentTimes(STEPS, STEPS)         # of steps; the keys are numbers of rows
-        self._more = _RecentTimes(PASSES, FEWEST_PASSES)         # by which passes take longer than a step; keys: proposals
+        self._extra = _RecentTimes(PASSES, FEWEST_PASSES)         # by which passes take longer than a step; keys: proposals
         self._passes: Counter[int] = Counter()           # passes with proposals since the last step; keys: rows
 
     def record(self, rows: int, proposed: int, seconds: float) -> None:
@@ -44,7 +44,7 @@ class ProposalCost:
             return
         self._passes[rows] += 1
         if rows in self._steps.medians:
-            self._more.record(proposed, seconds - self._steps.medians[rows])
+            self._extra.record(proposed, seconds - self._steps.medians[rows])
 
     def needs_step(self, rows: int) -> bool:
         """Returns True if the next pass with this many rows must be a step without proposals, whose time is missing or old."""
@@ -52,10 +52,10 @@ class ProposalCost:
 
     def relative(self, rows: int, n: int) -> float:
         """Returns the time of n proposed tokens for each row, relative to a step with this many rows."""
-        step, more = self._steps.medians.get(rows), self._more.medians
-        if step and more:
-            nearest = min(more, key=lambda proposed: abs(proposed - rows * n))
-            return max(0.0, rows * n / nearest * more[nearest] / step)
+        step, extra = self._steps.medians.get(rows), self._extra.medians
+        if step and extra:
+            nearest = min(extra, key=lambda proposed: abs(proposed - rows * n))
+            return max(0.0, rows * n / nearest * extra[nearest] / step)
         each = pass_cost()
         return rows * n * (each + self.draft_cost) / (1 + each * (rows - 1))
 
