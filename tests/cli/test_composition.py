@@ -26,8 +26,8 @@ def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
         assert getattr(config, group).name == name
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["auto", *selectable("wkv4")])
+@pytest.mark.parametrize("name", ["auto", *(pytest.param(name, marks=() if name == "conv1d" else pytest.mark.soak)
+                                           for name in selectable("wkv4"))])
 def test_every_kernel_can_be_chosen(name: str) -> None:
     assert composed("generate", f"kernel={name}").kernel.name == name
 

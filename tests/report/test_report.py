@@ -4,6 +4,7 @@ import codecs
 import csv
 import json
 import math
+import os
 import shutil
 import statistics
 import subprocess
@@ -11,12 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 from xml.etree import ElementTree
 
 import pytest
 import torch
 import yaml
+from forked import Forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import small_model
@@ -36,33 +39,59 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import report as report_tool
 from rwkv.training import finish, fit
 from rwkv.training.run.opening import open_run
-from rwkv.training.sweep import sweep
+from rwkv.training.sweep import launchers, sweep
 from rwkv.training.sweep.launchers import End, Processes, Task
 
 ROOT = Path(__file__).parent.parent.parent
-FAILING_BACKWARD = '\n_backward, _calls = backward, []\n\n\ndef backward(*inputs):\n    _calls.append(1)\n' \
-         '    if len(_calls) > 9:\n        raise RuntimeError("out of <luck> & such")\n    return _backward(*inputs)\n'
 RESULTS = ("y", *(f"grad {name}" for name in ("time_decay", "time_first", "k", "v")))
 
 
 # In this sweep conv1d trains, torch_scan fails after some backward passes, and cuda_v3 has no device
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a copy of the programs in which torch_scan fails after some backward passes."""
-    tree = tmp_path_factory.mktemp("tree")
-    for name in ("kernels", "rwkv", "configs", "train.py"):
-        path = ROOT / name
-        (shutil.copytree if path.is_dir() else shutil.copy)(path, tree / name)
-    with (tree / "kernels" / "wkv4" / "torch_scan.py").open("a") as file:
-        file.write(FAILING_BACKWARD)
-    return tree
+RUN_OF_SWEEP = "from rwkv.training.sweep import child; child.main()"
+FAILING_RUN = f"""
+from kernels.registry import load
+
+scan, calls = load("wkv4", "torch_scan"), []
+right = scan.backward
+
+def backward(*inputs):
+    calls.append(1)
+    if len(calls) > 9:
+        raise RuntimeError("out of <luck> & such")
+    return right(*inputs)
+
+scan.backward = backward
+{RUN_OF_SWEEP}
+"""
+
+
+class ForkedRun(Forked):
+    """A run of a sweep in a forked process, with the part of subprocess.Popen's interface that sweeps use."""
+
+    code = FAILING_RUN                   # torch_scan fails after some backward passes
+    stdout = None
+
+    def __init__(self, command: list[str], **_: Any) -> None:
+        self._log = Path(f"{command[2]}.stderr").absolute()
+        super().__init__(Path.cwd(), ("-c", self.code, *command[2:]), dict(os.environ), log=self._log)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+
+    @property
+    def stderr(self) -> list[str]:
+        self.wait()
+        return self._log.read_text(encoding="utf-8").splitlines(keepends=True)
 
 
 @pytest.fixture(scope="module")
-def start(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., int]]:
-    """Yields a function that runs a sweep in this process, with its runs in processes of `tree`.
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., int]]:
+    """Yields a function that runs a sweep in this process, with its runs in forked processes.
 
     The function takes command-line arguments ("-m", ...) and returns the exit status.
     """
@@ -71,12 +100,13 @@ def start(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
 
     def call(*arguments: str) -> int:
         patch.setattr(sys, "argv", ["train.py", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.run(fit.main, TrainConfig, "train", None, sweep.run)
+        with pytest.MonkeyPatch.context() as forking:
+            forking.setattr(launchers, "subprocess", SimpleNamespace(Popen=ForkedRun, PIPE=None, STDOUT=None))
+            with pytest.raises(SystemExit) as stop:
+                cli.run(fit.main, TrainConfig, "train", None, sweep.run)
         return int(stop.value.code or 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "CHILD", tree / "rwkv" / "training" / "sweep" / "child.py")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.chdir(folder)
         yield call
@@ -140,10 +170,10 @@ def test_the_page_says_it_too(swept: tuple[int, Path]) -> None:
 
 
 @pytest.mark.programs
-def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Callable[..., int], tree: Path,
-                                              capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Callable[..., int],
+                                              monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = swept[1]
-    shutil.copy(ROOT / "kernels" / "wkv4" / "torch_scan.py", tree / "kernels" / "wkv4" / "torch_scan.py")
+    monkeypatch.setattr(ForkedRun, "code", RUN_OF_SWEEP)
     before = (folder / "kernel=conv1d" / "metrics.csv").stat().st_mtime
     assert start("-m", "resume=auto", "out_dir=a, b") == 0
     error = capsys.readouterr().err

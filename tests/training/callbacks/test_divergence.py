@@ -64,7 +64,8 @@ def set_scaler(monkeypatch: pytest.MonkeyPatch, **options: float) -> torch.amp.G
 
 @pytest.mark.programs
 @pytest.mark.parametrize("options", [
-    ("data.batch_size=4",), pytest.param(("data.batch_size=2", "trainer.accumulate=2"), marks=pytest.mark.soak),
+    *(pytest.param(options, marks=pytest.mark.soak) for options in (
+        ("data.batch_size=4",), ("data.batch_size=2", "trainer.accumulate=2"))),
     ("data.batch_size=2", "trainer.accumulate=2", "trainer.tbptt=2")])
 def test_a_step_that_the_scaler_of_fp16_skips_is_repeated(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch,
                                                           options: tuple[str, ...]) -> None:

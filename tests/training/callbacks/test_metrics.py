@@ -11,7 +11,8 @@ RUN = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("options", [(), ("trainer.accumulate=2",), ("trainer.tbptt=2",)])
+@pytest.mark.parametrize("options", [
+    (), pytest.param(("trainer.accumulate=2",), marks=pytest.mark.soak), ("trainer.tbptt=2",)])
 def test_a_row_has_the_mean_loss_since_the_row_before(run: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     for name, every in (("each", 1), ("third", 3), ("longer", 100)):

@@ -142,7 +142,8 @@ def test_the_report_reads_the_metrics_that_training_writes() -> None:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("method", "more"), [("lora", ("tune.sft_weight=0.1", "trainer.accumulate=2")), ("state", ()),
+@pytest.mark.parametrize(("method", "more"), [("lora", ("tune.sft_weight=0.1", "trainer.accumulate=2")),
+                                              pytest.param("state", (), marks=pytest.mark.soak),
                                               ("full", ("tune.objective=ipo", "trainer.precision=bf16-mixed"))])
 def test_a_run_begins_at_its_reference_and_then_prefers_the_chosen_answers(folder: Path, run: Run, method: str,
                                                                           more: tuple[str, ...]) -> None:
@@ -187,7 +188,7 @@ def test_a_step_in_passes_is_the_same_step(folder: Path, run: Run, method: str) 
 @pytest.mark.programs
 @pytest.mark.parametrize("method", FULL)
 def test_a_killed_run_continues_to_the_bit(folder: Path, method: str) -> None:
-    arguments = (*OPTIONS[:-1], f"tune={method}", "trainer.max_steps=30", "trainer.val_every=10", "trainer.checkpoint_every=5")
+    arguments = (*OPTIONS[:-1], f"tune={method}", "trainer.max_steps=20", "trainer.val_every=10", "trainer.checkpoint_every=5")
     assert done_here(folder, "train", *arguments, BASE, "out_dir=whole").status == 0
     kill_after(forked(folder, *arguments, BASE, "out_dir=killed"), folder / "killed", 8, 0.05)
     result = done_here(folder, "train", *arguments, "resume=auto", "out_dir=killed")

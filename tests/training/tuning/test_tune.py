@@ -47,7 +47,7 @@ def tune_model(run: Run, *options: str, base: str = "base7.safetensors") -> Path
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("base", "options"), [
-    ("base4.safetensors", ()), ("base7.safetensors", ("tune.modules=[att.key,ffn.value]",)),
+    ("base4.safetensors", ()), pytest.param("base7.safetensors", ("tune.modules=[att.key,ffn.value]",), marks=pytest.mark.soak),
     ("base7.safetensors", ("trainer.precision=bf16-mixed", "trainer.activation_checkpointing=true", "trainer.accumulate=2")),
     pytest.param("base7.safetensors", ("trainer.tbptt=2", "tune.base=int8"), marks=pytest.mark.soak),
     ("base7.safetensors", ("tune.base=int4", "trainer.sample_every=1")),
@@ -130,7 +130,8 @@ def test_peft_reads_and_merges_an_adapter_as_we_do(folder: Path, run: Run, peft:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("options", [(), ("trainer.tbptt=2",), ("tune.base=int8", "trainer.precision=bf16-mixed")])
+@pytest.mark.parametrize("options", [
+    (), ("trainer.tbptt=2",), pytest.param(("tune.base=int8", "trainer.precision=bf16-mixed"), marks=pytest.mark.soak)])
 def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options: tuple[str, ...]) -> None:
     out = tune_model(run, "tune=state", *options)
     base, model = RWKV.from_pretrained("base7.safetensors"), RWKV.from_pretrained(out)
@@ -228,7 +229,7 @@ def test_the_frozen_weights_must_be_there_and_be_those_that_they_were(folder: Pa
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("method", ["lora", "state"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("state", marks=pytest.mark.soak)])
 def test_a_run_that_ended_before_its_files_were_written_writes_them(folder: Path, run: Run, method: str) -> None:
     out = tune_model(run, f"tune={method}")
     files = [*out.glob("adapter/*"), *out.glob("*.safetensors"), *out.glob("*.pth")]
