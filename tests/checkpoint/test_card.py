@@ -93,7 +93,8 @@ def test_a_run_says_what_it_was(base: RWKV, monkeypatch: pytest.MonkeyPatch, cap
     Path("text.txt").write_text(TEXT)
     Path("README.md").write_text(LICENSED)
     run = caller(monkeypatch, capsys)
-    options = (*SMALL, "init_from=base.safetensors", "tune=lora", "tune.rank=2", "logger=csv", "kernel=reference")
+    options = (*SMALL, "init_from=base.safetensors", "tune=lora", "tune.rank=2", "tune.guard=null", "logger=csv",
+               "kernel=reference")
     status, _, error = run("train", *options, "trainer.max_steps=2", "out_dir=my run")
     assert status == 0, error
     tuned = json.loads(Path("my run/tuned.json").read_text())

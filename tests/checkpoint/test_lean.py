@@ -82,7 +82,7 @@ def bytes_in(dtype: str) -> int:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_loading_peaks_at_little_more_than_the_weights(source: Path, tmp_path: Path, dtype: str) -> None:
     memory = measure(tmp_path, source, dtype)
     assert 0.8 * bytes_in(dtype) <= memory["private"], "the new weights may reuse some memory that the first call has freed"

@@ -268,11 +268,10 @@ def test_conversion_needs_the_memory_of_the_largest_tensor(tmp_path: Path) -> No
     model.save_pretrained(source, dtype="bfloat16")
     largest = 4 * 512 * 512 * 2
     assert source.stat().st_size > 30 * largest
-    for dtype in ROUND:
-        program = PEAK.format(arguments=[str(source), str(tmp_path / "packed.safetensors"), "--dtype", dtype])
-        process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
-                                 env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert int(process.stdout) < 8 * largest
+    program = PEAK.format(files=[str(source), str(tmp_path / "packed.safetensors")], dtypes=[*ROUND])
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                             env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert int(process.stdout) < 8 * largest
 
 
 PEAK = """
@@ -286,7 +285,8 @@ Int4.of(torch.randn(64, 256)), Int8.of(torch.randn(64, 256))
 def peak():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 before = peak()
-convert.main({arguments})
+for dtype in {dtypes}:
+    convert.main([*{files}, "--dtype", dtype])
 print(peak() - before)
 """
 

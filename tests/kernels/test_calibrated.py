@@ -101,7 +101,8 @@ def test_windows_must_be_whole_blocks_of_all_columns(format: str) -> None:
             quantise(matrix(), [torch.eye(width) for width in widths], format)
 
 
-@each_format
+@pytest.mark.parametrize("format", [pytest.param(name, marks=pytest.mark.soak if name in ("q5_0", "q5_k") else ())
+                                    for name in FORMATS])
 def test_unusual_weights_and_inputs(format: str) -> None:
     """Zeros stay zeros, and errors stay small for weights of one sign, with an outlier, tiny or in bfloat16.
 

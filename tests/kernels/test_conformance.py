@@ -237,7 +237,8 @@ REGISTRATION_CASES = [
     for one in ([each] if name in (adapter.reference, adapter.file) or name.startswith(("c_", "cuda_", "triton_"))
                 else in_soak(each))]
 COMPILED = [each for each in CASES if "compile_scan" in each.id or "torch_compile" in each.id]
-COMPILED_IN_SOAK = [one for each in CASES for one in (in_soak(each) if each in COMPILED else [each])]
+EARLIER = [each for each in CASES if each.id in ("wkv7-taichi_v1", "wkv7-taichi_v2")]        # users run taichi_v3
+DEEP_IN_SOAK = [one for each in CASES for one in (in_soak(each) if each in COMPILED + EARLIER else [each])]
 
 
 @pytest.fixture(params=compiled_in_soak(CASES))
@@ -346,7 +347,7 @@ def test_every_operator_has_an_adapter() -> None:
     assert set(operators()) <= set(ADAPTERS)
 
 
-@pytest.mark.parametrize("case", COMPILED_IN_SOAK, indirect=True)
+@pytest.mark.parametrize("case", DEEP_IN_SOAK, indirect=True)
 def test_results_at_every_shape(case: tuple[Any, Any], device: str) -> None:
     """Outputs and gradients are compared in the operator's first dtype."""
     adapter, operator = case
@@ -377,7 +378,7 @@ def test_one_compilation_of_timex_serves_every_size(device: str) -> None:
     assert compiled != {0}
 
 
-@pytest.mark.parametrize("case", COMPILED_IN_SOAK, indirect=True)
+@pytest.mark.parametrize("case", DEEP_IN_SOAK, indirect=True)
 @pytest.mark.parametrize("shapes", [pytest.param(slice(1, None, 3), id="some", marks=pytest.mark.thorough),
                                     pytest.param(slice(None), id="every", marks=pytest.mark.soak)])
 def test_results_in_every_dtype(case: tuple[Any, Any], shapes: slice, device: str) -> None:

@@ -7,16 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import ROOT, Forked
 
 from kernels.registry import why_not
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.programs, pytest.mark.compiles,
               pytest.mark.skipif(why_not("softmax", "taichi_v0") is not None, reason=str(why_not("softmax", "taichi_v0")))]
 
 CODE = """
-import sys
-sys.path.insert(0, {root!r})
 import torch
 {before}
 from kernels.select import select
@@ -29,12 +27,20 @@ except KernelUnavailable:
 """
 
 
-def softmax(before: str = "", **variables: str) -> str:
-    """Computes a softmax in a process with these environment variables, and returns what the process prints."""
-    done = subprocess.run([sys.executable, "-c", CODE.format(root=str(ROOT), before=before)], capture_output=True, text=True,
-                          env={**os.environ, **variables}, timeout=100, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+def softmax(folder: Path, before: str = "", apart: bool = False, **variables: str) -> str:
+    """Computes a softmax in a process with these environment variables, and returns what the process prints.
+
+    The process is forked, or with `apart` it is an interpreter of its own, which Taichi leaves in its own way.
+    """
+    if apart:
+        done = subprocess.run([sys.executable, "-c", CODE.format(before=before)], capture_output=True, text=True,
+                              env={**os.environ, "PYTHONPATH": str(ROOT), **variables}, timeout=100, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+    process = Forked(folder, ("-c", CODE.format(before=before)), {**os.environ, **variables})
+    output, error = process.communicate(100)
+    assert (process.returncode, error) == (0, "")
+    return output
 
 
 @pytest.mark.parametrize("variables", [
@@ -42,17 +48,18 @@ def softmax(before: str = "", **variables: str) -> str:
      "TI_DEFAULT_IP": "64", "TI_CPU_MAX_NUM_THREADS": "many", "TI_DEBUG": "1", "TI_UNKNOWN": "1"},
     pytest.param({"TI_DEFAULT_FP": "f64", "TI_KERNEL_PROFILER": "1", "TI_FAST_MATH": "0", "TI_REAL_MATRIX_SCALARIZE": "1"},
                  marks=pytest.mark.soak)], ids=str)
-def test_taichis_variables_change_nothing(variables: dict[str, str]) -> None:
+def test_taichis_variables_change_nothing(variables: dict[str, str], tmp_path: Path) -> None:
     """The process has no home folder either, and ends without an error."""
-    assert softmax("import os\nfor name in ('HOME', 'XDG_CACHE_HOME'): os.environ.pop(name, None)", **variables) == ""
+    homeless = "import os\nfor name in ('HOME', 'XDG_CACHE_HOME'): os.environ.pop(name, None)"
+    assert softmax(tmp_path, homeless, apart=True, **variables) == ""
 
 
 @pytest.mark.parametrize("names", [pytest.param(("TI_OFFLINE_CACHE_FILE_PATH",), marks=pytest.mark.soak),
                                    ("HOME", "XDG_CACHE_HOME")], ids=str)
 @pytest.mark.parametrize("folder", [pytest.param("/proc/no", marks=pytest.mark.soak), "/proc/self",
                                     pytest.param("/dev/null", marks=pytest.mark.soak)])
-def test_a_cache_folder_that_cannot_be_written_is_not_used(folder: str, names: tuple[str, ...]) -> None:
-    assert softmax(**dict.fromkeys(names, folder)) == ""
+def test_a_cache_folder_that_cannot_be_written_is_not_used(folder: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    assert softmax(tmp_path, **dict.fromkeys(names, folder)) == ""
 
 
 def folder_with_a_file(path: Path) -> None:
@@ -65,20 +72,22 @@ def folder_with_a_file(path: Path) -> None:
     pytest.param(lambda path: path.symlink_to("/no/such/file"), id="dangling", marks=pytest.mark.soak)])
 def test_a_cache_whose_list_is_no_file_is_not_used(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """With such a cache Taichi itself would abort or wait for ever."""
-    make(tmp_path / "ticache.tcb")
-    assert softmax(TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path)) == ""
-    assert len(list(tmp_path.iterdir())) == 1
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    make(cache / "ticache.tcb")
+    assert softmax(tmp_path, TI_OFFLINE_CACHE_FILE_PATH=str(cache)) == ""
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_the_cache_lies_where_taichis_variable_says(tmp_path: Path) -> None:
-    assert softmax(TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path / "new")) == ""
+    assert softmax(tmp_path, apart=True, TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path / "new")) == ""
     assert list((tmp_path / "new").iterdir())
-    assert softmax(TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path / "none"), TI_OFFLINE_CACHE="0") == ""
+    assert softmax(tmp_path, TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path / "none"), TI_OFFLINE_CACHE="0") == ""
     assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("option", [pytest.param("default_fp=ti.f64", marks=pytest.mark.soak), "default_ip=ti.i64"])
-def test_a_taichi_of_other_numbers_is_refused(option: str) -> None:
+def test_a_taichi_of_other_numbers_is_refused(option: str, tmp_path: Path) -> None:
     """Other code may have started Taichi with 64-bit defaults, and compiling for 64-bit integers would abort the process."""
     start = f"import taichi as ti\nti.init(arch=ti.cpu, {option}, log_level=ti.ERROR, offline_cache=False)"
-    assert softmax(start).splitlines()[-1] == "refused"
+    assert softmax(tmp_path, start).splitlines()[-1] == "refused"

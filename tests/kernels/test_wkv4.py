@@ -67,6 +67,7 @@ def test_the_reference_is_the_sum(spread: float, of: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("wkv", compiled_in_soak(kernels("wkv4"), "taichi_v", "taichi_scan"), indirect=True)
 def test_output_state_and_gradients_at_a_wide_spread(wkv: WKV4, device: str) -> None:
     """Each shape is computed with and without a state. test_conformance.py tests the usual spread."""
     for shape in cases.SHAPES:
@@ -93,7 +94,8 @@ def test_torch_scan_in_many_segments_is_the_same_operator(in_cache: int, device:
 
 
 @pytest.mark.implementation("wkv4", "taichi_scan")
-@pytest.mark.parametrize("shape", [(3, 100, 4), (2, 33, 48), (5, 64, 32), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [
+    (3, 100, 4), *(pytest.param(shape, marks=pytest.mark.soak) for shape in ((2, 33, 48), (5, 64, 32), (1, 1, 1)))], ids=str)
 def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int, int], device: str,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """By default one thread computes small tensors, because it finishes before other threads wake up."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import each_generation, in_format, small_model
+from models import in_format, small_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -75,10 +75,12 @@ CHANGES = [in_place, under_inference_mode, new_data, through_data, replace_param
 
 
 @pytest.mark.compiles
-@each_generation
-@pytest.mark.parametrize(("dtype", "allowed"), [
-    ("float32", 1e-4), ("bfloat16", 0.1), ("int8", 0.1), ("int4", 0.1),
-    pytest.param("float64", 1e-4, marks=pytest.mark.thorough)])          # PyTorch decodes this dtype, because C cannot
+@pytest.mark.parametrize(("generation", "dtype", "allowed"), [
+    ("rwkv4", "float32", 1e-4), ("rwkv7", "bfloat16", 0.1), ("rwkv7", "int4", 0.1),
+    pytest.param("rwkv7", "float64", 1e-4, marks=pytest.mark.thorough),          # PyTorch decodes this dtype, because C cannot
+    *(pytest.param(*case, marks=pytest.mark.soak) for case in (
+        ("rwkv4", "bfloat16", 0.1), ("rwkv4", "int8", 0.1), ("rwkv4", "int4", 0.1), ("rwkv4", "float64", 1e-4),
+        ("rwkv7", "float32", 1e-4), ("rwkv7", "int8", 0.1)))])
 @torch.no_grad()
 def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str, allowed: float, generation: str) -> None:
     """A running engine and a new decoder follow the change. Each weight is changed in one of several ways and then restored."""

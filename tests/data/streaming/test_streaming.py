@@ -300,7 +300,7 @@ def test_a_file_that_has_changed_is_one_sentence(tmp_path: Path, change: str) ->
 # Wrong input
 
 
-@pytest.mark.parametrize(("content", "options", "named"), [
+WRONG: list[tuple[bytes, dict[str, Any], tuple[str, ...]]] = [
     (lines_of(TEXTS[:10]), {}, ("10 documents", "data.val_documents=10")),
     (lines_of(["a"] * 40), {"val_documents": 5}, ("data.val_documents=5", "10 tokens", "requires at least 17")),
     (b"", {}, ("is empty",)), (b'[{"text": "a"}]', {}, ("JSON list", "data.streaming")), (b"PAR1", {}, ("Parquet",)),
@@ -311,10 +311,14 @@ def test_a_file_that_has_changed_is_one_sentence(tmp_path: Path, change: str) ->
     (lines_of(TEXTS) + b'{"text": "\xff"}\n', {}, ("line 151", "UTF-8")),
     (lines_of([*TEXTS, "zero \0"]), {}, ("line 151", "U+0000")),
     (gzip.compress(lines_of(TEXTS)), {}, ("gzip", ".gz")),
-    (gzip.compress(lines_of(TEXTS))[:-400], {"ending": ".gz"}, ("cannot be read", "end"))])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_wrong_stream_is_one_sentence(tmp_path: Path, content: bytes, options: dict[str, Any], named: tuple[str, ...],
-                                        workers: int) -> None:
+    (gzip.compress(lines_of(TEXTS))[:-400], {"ending": ".gz"}, ("cannot be read", "end"))]
+
+
+@pytest.mark.parametrize(("workers", "content", "options", "named"), [
+    *((0, *case) for case in WRONG),
+    *(pytest.param(1, *case, marks=() if "UTF-8" in case[2] else pytest.mark.soak) for case in WRONG)])
+def test_a_wrong_stream_is_one_sentence(tmp_path: Path, workers: int, content: bytes, options: dict[str, Any],
+                                        named: tuple[str, ...]) -> None:
     from rwkv.data.loaders import worker_error
 
     path = tmp_path / f"a.jsonl{options.get('ending', '')}"
