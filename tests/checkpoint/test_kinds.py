@@ -94,8 +94,9 @@ KINDS = {
     "a state on the Hub": Kind(("checkpoint=org/model", "state=org/state/time_state.pth"), "state", STATE),
 }
 # Other kinds test the readers of these kinds, too
-DEEP = (".safetensors", "directory, official", "PEFT's lora", "PEFT's pissa", "PEFT's miss", "a directory on the Hub",
-        "an adapter on the Hub", "a state in .safetensors")
+DEEP = (".safetensors", ".pth of RWKV-7", "directory, official", "directory, transformers-rwkv", "PEFT's lora", "PEFT's dora",
+        "PEFT's pissa", "PEFT's miss", "RWKV-PEFT's state", "a state in .safetensors", "a GGUF on the Hub",
+        "a directory on the Hub", "an adapter on the Hub")
 each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.soak) if kind in DEEP else kind
                                              for kind in KINDS])
 ALONE = {"rwkv-0.pth": "lora=", "time_state.pth": "state=", "time_state.st": "state=", "saved.safetensors": "state="}

@@ -34,7 +34,8 @@ def whole(folder: Path) -> Path:
     return folder / "whole"
 
 
-@pytest.mark.parametrize(("name", "times", "environment"), [("SIGINT", 1, {}), ("SIGUSR1", 2, SLURM), ("SIGHUP", 2, {})])
+@pytest.mark.parametrize(("name", "times", "environment"), [
+    ("SIGINT", 1, {}), ("SIGUSR1", 2, SLURM), pytest.param("SIGHUP", 2, {}, marks=pytest.mark.soak)])
 def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Path, name: str, times: int,
                                                         environment: dict[str, str]) -> None:
     """The signal comes before the first checkpoint. SIGHUP comes twice, from the kernel and the shell of a closing terminal."""

@@ -98,8 +98,10 @@ def begin(run: Run, *options: str) -> None:
 
 @pytest.mark.programs
 @pytest.mark.parametrize("options", [
-    (), ("trainer.accumulate=1", "trainer.val_every=2", "data.num_workers=2"), ("trainer.tbptt=2",),
-    ("trainer.accumulate=1", "trainer.overfit_batches=3"), ("trainer.val_every=3",)], ids=lambda options: " ".join(options))
+    (), ("trainer.accumulate=1", "trainer.val_every=2", "data.num_workers=2"),
+    *(pytest.param(options, marks=pytest.mark.soak) for options in (
+        ("trainer.tbptt=2",), ("trainer.accumulate=1", "trainer.overfit_batches=3"))),
+    ("trainer.val_every=3",)], ids=lambda options: " ".join(options))
 def test_a_run_that_is_lengthened_is_the_longer_run(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Validation comes after each second or third step: where the shorter run ends in some cases, elsewhere in others."""
     arguments = (*SHORT, "optim.schedule=constant", "trainer.val_every=2", *options)
