@@ -48,11 +48,11 @@ if importlib.util.find_spec("hypothesis"):               # hypothesis is often m
 
 
 CLONE_RUNS = Path(__file__).parent.parent / "runs"
-# Each of these files takes half a minute or more, whatever its number of tests
-LONGEST = ("generation/test_gpu.py", "kernels/test_triton.py", "training/sharding/test_fsdp.py", "training/test_ddp.py",
-           "serving/test_state_store.py", "training/callbacks/test_divergence.py", "report/test_report.py",
-           "serving/test_limits.py", "model/fused/test_fused_triton.py", "training/run/test_resume.py",
-           "training/callbacks/test_before_after.py", "benchmarks/test_gpu_check.py")
+# Each of these files takes a quarter of a minute or about as much, whatever its number of tests
+LONGEST = ("kernels/test_conformance.py", "training/sharding/test_fsdp.py", "training/test_ddp.py", "generation/test_gpu.py",
+           "checkpoint/test_kinds.py", "kernels/test_triton.py", "serving/test_limits.py", "kernels/test_cuda_wkv7.py",
+           "training/tuning/test_tune.py", "training/run/test_resume.py", "model/fused/test_fused_triton.py",
+           "report/test_report.py", "kernels/test_cuda_host.py")
 RUNS_BEFORE = pytest.StashKey[set[tuple[str, int]]]()
 
 

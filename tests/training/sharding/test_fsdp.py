@@ -379,7 +379,7 @@ def train_with_a_full_disk(folder: Path) -> None:
         train_cases(folder, [(*TEXT, *TWO, *RWKV7, "out_dir=full")])
 
 
-@pytest.mark.programs
+@pytest.mark.soak
 def test_a_full_disk_is_one_sentence_of_one_process(folder: Path) -> None:
     with pytest.raises(ChildFailedError):
         run_in_processes(2, train_with_a_full_disk, folder)
