@@ -61,7 +61,8 @@ def test_the_folder_is_the_registry() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("dtype", [
+    "float32", *(pytest.param(name, marks=pytest.mark.soak) for name in ("bfloat16", "float16"))])
 @each_held
 def test_from_every_format_to_every_format_to_the_bit(models: dict[str, RWKV], tmp_path: Path, generation: str, format: str,
                                                       dtype: str) -> None:
