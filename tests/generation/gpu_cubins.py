@@ -1,8 +1,9 @@
 """Compiles the kernels of decoding on a GPU to cubins, without a GPU: `python gpu_cubins.py 90` compiles for sm_90.
 
-`python gpu_cubins.py 90 bfloat16 int4` compiles the products of these formats only, and of each kernel only the form with most
-registers: prefill, tiles of 32 rows, and a draw with all filters. Prints JSON: the registers, the bytes of spills and the
-shared memory of each kernel with its constants. test_gpu.py runs this program in a process without TRITON_INTERPRET.
+`python gpu_cubins.py 90 bfloat16 int4` compiles the products of these formats only, for RWKV-4 those of the last, and of each
+kernel only the form with most registers: prefill, tiles of 32 rows, and a draw with all filters. Prints JSON: the registers,
+the bytes of spills and the shared memory of each kernel with its constants. test_gpu.py runs this program in a process without
+TRITON_INTERPRET.
 """
 
 import json
@@ -47,7 +48,7 @@ def main(arch: int, chosen_formats: list[str]) -> None:
     JITFunction.run = compile_instead
     triton_step.product_dtype = lambda dtype, device: dtype
     for generation in ("rwkv7", "rwkv4"):
-        for format in chosen_formats or FORMATS:
+        for format in chosen_formats[-1:] if generation == "rwkv4" and chosen_formats else chosen_formats or FORMATS:
             sizes = {"n_layer": 2, "n_embd": 128, "vocab_size": triton_step.MANY_OUTPUTS}
             sizes |= {"head_size": 64} if generation == "rwkv7" else {}
             model = small_model("reference", generation=generation, **sizes).requires_grad_(False)
