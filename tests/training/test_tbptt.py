@@ -179,8 +179,8 @@ def batches_of(stream: Any, share: StepLayout, steps: int) -> Iterator[Segments]
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("generation", "share"), [
-    ("rwkv4", StepLayout(2, 3)), ("rwkv4", StepLayout(2, 1, 0, 3)), ("rwkv4", StepLayout(1, 2, 0, 3)),
-    ("rwkv7", StepLayout(1, 2, 0, 3))])
+    ("rwkv4", StepLayout(2, 3)), ("rwkv7", StepLayout(1, 2, 0, 3)), *(
+        pytest.param("rwkv4", share, marks=pytest.mark.soak) for share in (StepLayout(2, 1, 0, 3), StepLayout(1, 2, 0, 3)))])
 def test_accumulation_and_processes_have_the_large_batch(short: Any, generation: str, share: StepLayout) -> None:
     """Loss and gradients agree in three steps with carried states. Each process is a separate task here."""
     large, apart, steps = make_task(generation=generation), [make_task(generation=generation) for _ in range(share.world)], 3
