@@ -239,7 +239,7 @@ def like_rwkv5(weights: Weights) -> None:
     (without("blocks.0.att.time_first"), "blocks.0.att.time_first"),
     (without("blocks.0.ln0.bias"), "blocks.0.ln0.bias"),
     (with_values(blocks__1__att__gate__weight=torch.zeros(3)), "blocks.1.att.gate.weight"),
-    (with_values(step=3), "step"),
+    (with_values(step=torch.tensor(3)), "step"),
     (with_values(head__weight=torch.zeros(50, 15)), "head.weight"),
     (with_values(emb__weight=torch.zeros(50)), "emb.weight"),
     (with_values(blocks__1__att__time_mix_k=torch.zeros(15)), "blocks.1.att.time_mix_k"),

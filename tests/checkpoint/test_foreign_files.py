@@ -89,8 +89,9 @@ def test_wrappers_in_the_names_of_a_directory(models: dict[str, RWKV], tmp_path:
     lambda weights: {"model_state_dict": weights, "loss": 3.0, "rng": torch.ones(3)},
     lambda weights: {"state_dict": weights, "epoch": 3},
     lambda weights: {"checkpoint": {"model": weights}},
+    lambda weights: {**weights, "step": 5, "lr": 1e-4, "name": "mine", "best": None, "args": {"n_layer": 3}},
     lambda weights: {"params": {f"module.{name}": nn.Parameter(weight) for name, weight in weights.items()}}],
-    ids=["module", "model", "model_state_dict", "state_dict", "nested", "params"])
+    ids=["module", "model", "model_state_dict", "state_dict", "nested", "beside", "params"])
 @pytest.mark.parametrize("suffix", [".pth", ".pt", ".ckpt"])
 def test_weights_inside_a_trainers_dictionary(model: RWKV, tmp_path: Path, suffix: str,
                                               content: Callable[[Weights], Any]) -> None:
@@ -101,6 +102,8 @@ def test_weights_inside_a_trainers_dictionary(model: RWKV, tmp_path: Path, suffi
 def test_two_sets_of_weights_in_one_file_are_named(model: RWKV, tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "ema": model.state_dict()}, tmp_path / "model.pth")
     refuses(tmp_path / "model.pth", "model, ema")
+    torch.save({**model.state_dict(), "ema": model.state_dict()}, tmp_path / "model.pth")
+    refuses(tmp_path / "model.pth", "ema")
 
 
 @pytest.mark.parametrize("format", ["pth", "safetensors", "huggingface", "ckpt"])

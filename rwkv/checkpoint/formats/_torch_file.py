@@ -91,11 +91,11 @@ def _require_plain(path: Path) -> None:
 def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, object]:
     """Returns the dictionary of tensors in a loaded file: `content` itself, or a dictionary nested in it.
 
-    In {"model": weights, "step": 7}, for example, that is `weights`. Raises CheckpointError if several nested dictionaries
-    contain tensors.
+    In {"model": weights, "step": 7} and in {**weights, "step": 7}, for example, that is `weights`. Raises CheckpointError if
+    several nested dictionaries contain tensors.
     """
     if any(map(_is_weight, content.items())):
-        return content
+        return {name: value for name, value in content.items() if not _is_of_trainer(name, value)}
     nested = {name: value for name, value in content.items() if isinstance(value, Mapping) and _holds_weights(value)}
     if len(nested) > 1:
         raise CheckpointError(f"{path} has several sets of weights ({', '.join(map(str, nested))}): save each set in its own "
@@ -106,6 +106,12 @@ def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, 
 def _holds_weights(content: Mapping[object, object]) -> bool:
     """Returns True if a dictionary, or one nested in it, contains tensors whose names have a dot."""
     return any(_is_weight(item) or (isinstance(item[1], Mapping) and _holds_weights(item[1])) for item in content.items())
+
+
+def _is_of_trainer(name: object, value: object) -> bool:
+    """Returns True for a value that a trainer saves beside weights, such as the step or its configuration."""
+    has_weights = isinstance(value, Mapping) and _holds_weights(value)
+    return isinstance(name, str) and "." not in name and not isinstance(value, Tensor) and not has_weights
 
 
 def _is_weight(item: tuple[object, object]) -> bool:
