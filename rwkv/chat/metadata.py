@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from rwkv.errors import UserError
 from rwkv.gguf import MAGIC, gguf_header, model_parts
+from rwkv.io import hub
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
 
@@ -40,6 +41,7 @@ SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.to
 
 def template_file(checkpoint: Path) -> Path | None:
     """Returns the file from which template_in can read the checkpoint's template, or None if there is none or it is empty."""
+    checkpoint = _described_by(checkpoint)
     if checkpoint.is_dir():
         files = [checkpoint / name for name in (JINJA, TOKENIZER_CONFIG)]
         return next((file for file in files if file.is_file() and (template_in(file) or "").strip()), None)
@@ -69,7 +71,13 @@ def tool_template_in(file: Path) -> str | None:
     return read_text(tool_use, f"the chat template {tool_use}") if file.name == JINJA and tool_use.is_file() else None
 
 
+def _described_by(checkpoint: Path) -> Path:
+    """Returns the directory of a weights file beside config.json, and any other path unchanged."""
+    return checkpoint.parent if hub.has_configuration(checkpoint) else checkpoint
+
+
 def names_in(checkpoint: Path) -> list[str]:
+    checkpoint = _described_by(checkpoint)
     if _is_gguf(checkpoint):
         return _string_values(_gguf_metadata(checkpoint), NAMES_IN_GGUF)
     config = checkpoint / CONFIG
@@ -81,6 +89,7 @@ def texts_of(checkpoint: Path) -> dict[str, str]:
 
     A checkpoint that is converted has the same template and options in the new format.
     """
+    checkpoint = _described_by(checkpoint)
     texts: dict[str, str | None] = {}
     if file := template_file(checkpoint):
         texts = {JINJA: template_in(file), TOOL_USE_FILE: tool_template_in(file)}
@@ -133,6 +142,7 @@ def generation_in(checkpoint: Path, fake: bool = False, tools: bool = False) -> 
         fake: reads the options for answers that begin with empty thoughts.
         tools: reads the options for conversations with tools.
     """
+    checkpoint = _described_by(checkpoint)
     if _is_gguf(checkpoint):
         sampling = _number_values(_gguf_metadata(checkpoint), SAMPLING_IN_GGUF)
         return Generation(checkpoint, sampling, bool(sampling))

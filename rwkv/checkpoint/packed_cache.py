@@ -23,6 +23,7 @@ from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats._packed import VERSION
 from rwkv.config import BITS
 from rwkv.errors import CheckpointError, UserError
+from rwkv.io import hub
 from rwkv.io.atomic import write_file
 from rwkv.io.cache import json_bytes, read_json
 
@@ -52,7 +53,7 @@ def _files_of(path: Path) -> list[Path]:
         return sorted(file for file in path.iterdir() if file.is_file())
     if match := PART.search(path.name):
         return sorted(path.parent.glob(f"{path.name[:match.start()]}-*-of-*{path.suffix}"))
-    return [path]
+    return [path, path.parent / hub.MARKS[0]] if hub.has_configuration(path) else [path]
 
 
 def sample(path: Path) -> str:

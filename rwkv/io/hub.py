@@ -42,9 +42,10 @@ WEIGHTS = (".pth", ".safetensors", ".gguf", ".st", ".ckpt", ".bin", ".ggmf")
 TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|rng_state(_\d+)?|training_args)\.(pt|pth|bin)")
 FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path
 MARKS = ("config.json", "adapter_config.json")           # a directory with one of these is a model or adapter
+WHOLE = ("model.safetensors", "pytorch_model.bin")       # a directory's file with all weights has one of these names
 ADAPTER = "adapter_"                     # the names of an adapter's files begin with this
-DIRECTORY_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json",
-                     "adapter_model.safetensors", "adapter_model.bin")         # the preferred file is first
+DIRECTORY_WEIGHTS = (*WHOLE, "model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_model.safetensors",
+                     "adapter_model.bin")        # the preferred file is first
 INDEX = ".index.json"
 BESIDE = (".json", ".jinja", ".txt", ".model", ".md")    # a directory's other files have these suffixes
 
@@ -222,7 +223,9 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
     if name.path in files and not name.quantisation:
         folder, _, file = name.path.rpartition("/")
         if not is_directory(file, {other.rpartition("/")[2] for other in files if other.rpartition("/")[0] == folder}):
-            return name.path, _parts_of(name.path, files)
+            prefix = f"{folder}/" if folder else ""
+            configured = file in WHOLE and prefix + MARKS[0] in files
+            return name.path, [*(_files_beside(files, prefix) if configured else []), *_parts_of(name.path, files)]
         name = name._replace(path=folder)
     prefix = f"{name.path}/" if name.path else ""
     inside = [file for file in files if file.startswith(prefix)]
@@ -234,9 +237,7 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
     direct = [file for file in inside if "/" not in file.removeprefix(prefix)]
     weights = next((prefix + file for file in DIRECTORY_WEIGHTS if prefix + file in files), None)
     if weights and any(prefix + mark in files for mark in MARKS):
-        beside = [file for file in inside if file.endswith(BESIDE) and not file.endswith(INDEX) and
-                  (file in direct or file.startswith(f"{prefix}additional_chat_templates/"))]
-        return name.path, [*beside, weights]
+        return name.path, [*_files_beside(files, prefix), weights]
     single = _without_later_parts(file for file in direct if has_weights(file))
     if len(single) == 1:
         return single[0], _parts_of(single[0], files)
@@ -247,6 +248,11 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
 def has_weights(file: str, suffixes: tuple[str, ...] = WEIGHTS) -> bool:
     """Returns True if a file with this name may contain weights: not the state of a trainer of transformers."""
     return file.endswith(suffixes) and not TRAINER_STATE.fullmatch(file.rpartition("/")[2])
+
+
+def has_configuration(file: Path) -> bool:
+    """Returns True if `file` has all weights of a model, and a config.json is in the same folder."""
+    return file.name in WHOLE and file.is_file() and (file.parent / MARKS[0]).is_file()
 
 
 def is_directory(file: str, beside: Collection[str]) -> bool:
@@ -265,6 +271,13 @@ def model_paths(contents: Contents) -> list[str]:
     folders = [file.rpartition("/")[0] for file in contents.files if file.rpartition("/")[2] in MARKS]
     files = [file for file in contents.files if has_weights(file) and file.rpartition("/")[0] not in folders]
     return sorted([*folders, *_without_later_parts(files)])
+
+
+def _files_beside(files: Iterable[str], prefix: str) -> list[str]:
+    """Returns the files of a directory that are no weights. `prefix` is the directory's path with a slash, or ""."""
+    inside = {file: file.removeprefix(prefix) for file in files if file.startswith(prefix)}
+    return [file for file, name in inside.items() if name.endswith(BESIDE) and not name.endswith(INDEX)
+            and ("/" not in name or name.startswith("additional_chat_templates/"))]
 
 
 def _without_later_parts(files: Iterable[str]) -> list[str]:

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
-from rwkv.errors import UserError
-from rwkv.pretrained import RWKV
+from rwkv.errors import CheckpointError, UserError
+from rwkv.pretrained import RWKV, template_choice
 from rwkv.tokenizer import world_json
 from rwkv.tokenizer.tokenizers import Tokenizer, WorldTokenizer
 from rwkv.tokenizer.world import Vocabulary
@@ -80,6 +80,24 @@ def test_transformers_layout_is_read(tmp_path: Path, head_size: int) -> None:
         assert_near(logits(RWKV.from_pretrained(path, "reference"), ids), expected)
     if head_size != 64:                  # a wrong epsilon would fail the test
         assert np.abs(in_float64(tensors, ids, 64e-5) - expected).max() > 1e-4 * np.abs(expected).max()
+
+
+def test_one_of_two_weight_files_is_read_with_the_configuration(tmp_path: Path) -> None:
+    """Both files state neither the epsilon, nor the tokenizer, nor the chat template."""
+    folder = tmp_path / "model"
+    one = write_official(folder, model_of(128))
+    other = {name: tensor * 1.25 if name.endswith("ln_x.bias") else tensor for name, tensor in one.items()}
+    torch.save(other, folder / "pytorch_model.bin")
+    (folder / "tokenizer.json").write_text(world_json.to_json(WORLD.to_dict()["vocabulary"]))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    ids = tokens(model_of(128), B=1, T=16)
+    for name, tensors in (("model.safetensors", one), ("pytorch_model.bin", other)):
+        assert_near(logits(RWKV.from_pretrained(folder / name, "reference"), ids), in_float64(tensors, ids, 128e-5))
+        checkpoint = read_checkpoint(folder / name)
+        assert checkpoint.tokenizer
+        assert template_choice(checkpoint).template == str(folder / "chat_template.jinja")
+    with pytest.raises(CheckpointError, match="different weights"):
+        read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("head_size", [64, 128, ONE_HEAD])

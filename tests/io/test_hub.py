@@ -24,6 +24,7 @@ REPOSITORIES = {
     "org/releases": ["rwkv7-a/config.json", "rwkv7-a/model.safetensors", "rwkv7-b/config.json", "rwkv7-b/model.safetensors"],
     "org/lora": ["adapter_config.json", "adapter_model.safetensors", "checkpoint-10/optimizer.pt"],
     "org/one": ["README.md", "model.pth", "training_args.bin", "rng_state_0.pth"],
+    "org/both": ["config.json", "model.safetensors", "pytorch_model.bin"],
     "org/none": ["README.md", "train.py"]}
 
 
@@ -87,6 +88,7 @@ def test_what_is_on_disk_stays_a_path(tmp_path: Path, monkeypatch: pytest.Monkey
     ("org/lora", "", {"adapter_config.json", "adapter_model.safetensors"}),
     ("org/lora/adapter_model.safetensors", "", {"adapter_config.json", "adapter_model.safetensors"}),
     ("org/releases/rwkv7-a/model.safetensors", "rwkv7-a", {"rwkv7-a/config.json", "rwkv7-a/model.safetensors"}),
+    ("org/both/pytorch_model.bin", "pytorch_model.bin", {"config.json", "pytorch_model.bin"}),
     ("org/one", "model.pth", {"model.pth"})])
 def test_only_the_needed_files_are_chosen(text: str, target: str, needed: set[str]) -> None:
     name = parse(text)

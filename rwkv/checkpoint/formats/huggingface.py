@@ -43,7 +43,7 @@ WEIGHTS = "model.safetensors"
 SPECIAL_TOKENS = "special_tokens_map.json"
 WORLD = "rwkv_vocab_v20230424.txt"
 OURS = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
-WHOLE = (WEIGHTS, "pytorch_model.bin")
+WHOLE = hub.WHOLE
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 HEADS = ("lm_head.weight", "head.weight")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -68,25 +68,27 @@ UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # keys with these suffi
 
 
 def recognises(path: Path) -> bool:
-    return (path / CONFIG).is_file()
+    return (path / CONFIG).is_file() or hub.has_configuration(path)
 
 
 def read(path: Path) -> Content:
-    config, generation = _config(path / CONFIG)
-    require_supported(path / CONFIG, config, CONSTANTS | generation.HUGGING_FACE_CONSTANTS,
+    """Reads a directory, or one of the files with all weights in it, with the directory's configuration and tokenizer."""
+    folder = path.parent if path.is_file() else path
+    config, generation = _config(folder / CONFIG)
+    require_supported(folder / CONFIG, config, CONSTANTS | generation.HUGGING_FACE_CONSTANTS,
                       FEATURES | generation.HUGGING_FACE_FEATURES)
-    content = _weights(path)
-    declared = _declared_sizes(path / CONFIG, config, generation.HUGGING_FACE_SIZES)
+    content = _read_file(path) if path.is_file() else _weights(path)
+    declared = _declared_sizes(folder / CONFIG, config, generation.HUGGING_FACE_SIZES)
     length = declared.pop("ctx_len", None)
     if isinstance(length, int) and length > 0:
         declared["ctx_len"] = length
-    declared |= _epsilon(path / CONFIG, config, generation, content.entry is not None)
+    declared |= _epsilon(folder / CONFIG, config, generation, content.entry is not None)
     known_keys = {*UNUSED, *FEATURES, *CONSTANTS, *generation.HUGGING_FACE_UNUSED, *generation.HUGGING_FACE_SIZES,
              *generation.HUGGING_FACE_CONSTANTS, *generation.HUGGING_FACE_FEATURES}
     others = {name: value for name, value in config.items() if name not in known_keys and not name.endswith(UNUSED_ENDS)}
-    tokenizer, notes = _tokenizer_definition(path, config.get("vocab_size"))
+    tokenizer, notes = _tokenizer_definition(folder, config.get("vocab_size"))
     return replace(content, path=path, declared=declared, tokenizer=tokenizer, tied=config.get("tie_word_embeddings") is True,
-                   notes=[*content.notes, *unknown_key_notes(path / CONFIG, others), *notes])
+                   notes=[*content.notes, *unknown_key_notes(folder / CONFIG, others), *notes])
 
 
 def _declared_sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
