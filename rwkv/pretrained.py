@@ -32,7 +32,7 @@ from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
 from rwkv.checkpoint.tuned import surviving_fraction
-from rwkv.config import BLOCKS, DTYPES, SavedModelConfig
+from rwkv.config import BLOCKS, DTYPES, SavedModelConfig, require_path
 from rwkv.errors import UserError
 from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.state_files import context_of_state, is_state_file, load_context
@@ -79,7 +79,10 @@ class RWKV(Model):
             lora: another program's adapter (rwkv/checkpoint/adapters.py), which is merged like those of a run.
             lora_alpha: the adapter's alpha, if its file has none.
         """
+        require_path("path", path)
         require_dtype(dtype, device)
+        if lora is not None:
+            require_path("lora", lora)
         if lora is None and lora_alpha is not None:
             raise UserError("lora_alpha requires lora=")
         if trainable and dtype not in ("float32", "bfloat16"):
@@ -179,6 +182,7 @@ class RWKV(Model):
             dtype: float32, float16 or bfloat16; in GGUF also q4_0, q4_1, q5_0, q5_1 and q8_0; in .safetensors also int8 and
                 int4. None keeps the model's own dtype.
         """
+        require_path("path", path)
         quantised = next((layer for layer in self.modules() if isinstance(layer, Int8Linear | Int4Linear | BlockLinear)), None)
         if quantised is not None:
             raise UserError(f"a model loaded in {quantised.format} cannot be saved, because its matrices are quantised. Load "
@@ -316,7 +320,7 @@ def require_dtype(dtype: str, device: str) -> None:
     """Raises UserError for an unknown dtype or device, and for a dtype that the device does not support."""
     try:
         torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise UserError(f"device must be a device of PyTorch, such as cpu or cuda; got {device!r}") from None
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")

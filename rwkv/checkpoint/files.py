@@ -28,7 +28,7 @@ from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io import hub
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import fingerprint, generation
-from rwkv.tokenizer.tokenizers import Tokenizer, end_option
+from rwkv.tokenizer.tokenizers import Tokenizer, end_option, require_tokenizer_type
 
 MAX_UNUSED_ROWS = 255                    # an embedding may have this many more rows than tokens: some models round the size up
 WORLD_VOCABULARY = 65536
@@ -129,6 +129,7 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = N
     checkpoint = replace(checkpoint, config=config or checkpoint.config)
     if tokenizer is None:
         return checkpoint
+    require_tokenizer_type(tokenizer)
     _require_vocabulary(checkpoint, tokenizer)
     return replace(checkpoint, tokenizer=tokenizer.to_dict(), tokenizer_hash=tokenizer.hash)
 

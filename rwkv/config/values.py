@@ -4,6 +4,7 @@ import math
 import operator
 import re
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 from rwkv.errors import UserError
@@ -66,6 +67,18 @@ def texts_or_whole_numbers(name: str, values: Any) -> tuple[int | str, ...]:
     if not isinstance(values, Iterable) or "" in (values := tuple(values)):
         raise UserError(f"{name} must be a list of token ids and non-empty strings; got {values!r}")
     return tuple(value if isinstance(value, str) else whole_number(name, value) for value in values)
+
+
+def require_type(name: str, value: object, types: type | tuple[type, ...], expected: str) -> None:
+    """Raises UserError unless `value` has one of the types. `expected` describes a valid value for the message."""
+    if not isinstance(value, types):
+        is_simple = value is None or isinstance(value, (str, bytes, int, float, Path, type))
+        shown = repr(value)[:60] if is_simple else f"a value of the type {type(value).__name__}"
+        raise UserError(f"{name} must be {expected}; got {shown}")
+
+
+def require_path(name: str, value: object) -> None:
+    require_type(name, value, (str, Path), "a string or a Path")
 
 
 def require_one_of(name: str, value: object, allowed: Collection[str]) -> None:

@@ -14,7 +14,7 @@ from rwkv.chat.encoding import encode, for_tokenizer, mark_special_names
 from rwkv.chat.interface import ChatTemplate
 from rwkv.chat.messages import Message, check_messages
 from rwkv.chat.thoughts import Think, answer_message
-from rwkv.config import Sampling
+from rwkv.config import Sampling, require_type
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft
 from rwkv.generation.engine import Engine
@@ -24,7 +24,7 @@ from rwkv.generation.row import Row
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
 from rwkv.model.weights_watch import WeightsWatch
-from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.tokenizer.tokenizers import Tokenizer, require_tokenizer_type
 
 
 @dataclass
@@ -70,6 +70,8 @@ class Chat:
     _weights: WeightsWatch | None = None        # watches the weights that _saved_results depend on
 
     def __post_init__(self) -> None:
+        require_tokenizer_type(self.tokenizer)
+        require_type("template", self.template, ChatTemplate, 'a ChatTemplate, such as chat_template("g1")')
         self.template = for_tokenizer(self.template, self.tokenizer)
 
     def say(self, text: str) -> Iterator[str]:

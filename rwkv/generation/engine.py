@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends.transfer import to_device
-from rwkv.config import LARGEST_SEED, Sampling, strings, whole_number, whole_numbers
+from rwkv.config import LARGEST_SEED, Sampling, require_type, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.draft import Draft
@@ -43,7 +43,7 @@ from rwkv.model.base import Model, State
 from rwkv.model.decoding.triton_step import SPARE_SLOTS
 from rwkv.model.weights_watch import WeightsWatch
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
-from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.tokenizer.tokenizers import Tokenizer, require_tokenizer_type
 
 WARM_TOKENS = 4                          # warm_up generates this many tokens
 WARM_SAMPLINGS = (                       # one for each variant of the GPU draw kernels
@@ -70,7 +70,7 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
         sampling: fields of rwkv.config.Sampling.
     """
     engine = Engine(model, tokenizer, cache, draft)
-    prompt, = strings("prompts", [prompt])
+    require_type("prompt", prompt, str, "a string (generate_batch continues a list of prompts)")
     engine.add_all([Request(prompt, seed, StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling),
                             grammar=grammar, context=context)])
     return (piece for _, piece in engine if piece)
@@ -119,6 +119,13 @@ class Engine:
 
     def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None,
                  draft: Draft | None = None) -> None:
+        plain_model = getattr(model, "_orig_mod", model)         # torch.compile wraps the model
+        require_type("model", plain_model, Model, 'an RWKV model, such as RWKV.from_pretrained("FILE.pth")')
+        require_tokenizer_type(tokenizer)
+        require_type("cache", cache, (PrefixCache, type(None)), "a PrefixCache or None")
+        if draft is not None and not hasattr(draft, "propose"):
+            raise UserError("draft must be an object that proposes tokens, such as NGram(), or None; got a "
+                            f"{type(draft).__name__}")
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(f"the tokenizer does not fit the model: the model has only {model.vocab_size} tokens, but the "
                             f"tokenizer has {tokenizer.vocab_size}")
@@ -149,6 +156,7 @@ class Engine:
 
     def add(self, request: Request) -> Row:
         """Adds a row, whose prefill begins at the next step. Raises ValueError as `generate` does."""
+        require_type("context", request.context, (PrefillResult, type(None)), "a PrefillResult or None")
         sampling = request.sampling
         sampling.check_ids(self._tokenizer.vocab_size)
         request.stopping.check_ids(self._tokenizer.vocab_size)

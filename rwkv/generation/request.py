@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rwkv.config import LARGEST_SEED, Pooling, Sampling, whole_number
+from rwkv.config import LARGEST_SEED, Pooling, Sampling, require_type, whole_number
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_types import JsonObject
@@ -48,6 +48,7 @@ class Request:
     pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
+        require_type("grammar", self.grammar, (Grammar, type(None)), 'a Grammar, such as Grammar.regex("[0-9]+"), or None')
         object.__setattr__(self, "seed", whole_number("seed", self.seed, most=LARGEST_SEED))
         if self.n_logprobs is not None:
             object.__setattr__(self, "n_logprobs", whole_number("logprobs", self.n_logprobs))

@@ -123,7 +123,12 @@ class WrongCharacter(UserError):
 
 
 def require_unicode(text: str) -> None:
-    """Raises WrongCharacter if `text` contains half a surrogate pair, as the JSON string "\\ud800" does."""
+    """Raises WrongCharacter if `text` contains half a surrogate pair, as the JSON string "\\ud800" does.
+
+    Raises UserError if `text` is not a string.
+    """
+    if not isinstance(text, str):
+        raise UserError(f"a text must be a string; got a {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -288,6 +288,8 @@ class Model(nn.Module):
 
     def _first_block_inputs(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[State | None], object]:
         """Returns the first block's input, each layer's state (None for the empty state), and the first block's carry."""
+        if not isinstance(tokens, Tensor):
+            raise ValueError(f"tokens must be a tensor of the shape (B,T); got a {type(tokens).__name__}")
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must have the shape (B,T) with T at least 1; got {tuple(tokens.shape)}")
         if state is not None:

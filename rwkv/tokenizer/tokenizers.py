@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 import tokenizers
 
+from rwkv.config import require_path, require_type
 from rwkv.errors import UserError
 from rwkv.io import hub
 from rwkv.io.json_types import JsonMapping, JsonObject
@@ -131,6 +132,8 @@ class Tokenizer(ABC):
 
         Raises UserError if an id is outside the vocabulary.
         """
+        if isinstance(ids, str) or not isinstance(ids, Iterable):
+            raise UserError(f"ids must be a list of token ids; got {ids!r}")
         return self.decoder(after).decode(ids)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -204,6 +207,7 @@ class Tokenizer(ABC):
 
         `end_of_text` and `like` are as in `named`, and `option` is the name of `end_of_text` in error messages.
         """
+        require_path("the tokenizer's file", path)
         text = read_text(Path(path), _file_label(path))
         if Path(path).suffix == ".txt":
             return _reject_option(WorldTokenizer(text, str(path)), end_of_text, option)
@@ -212,7 +216,7 @@ class Tokenizer(ABC):
         return JsonTokenizer(text, str(path), end_of_text, _ends_of_same(text, like) or special.ends_by_rule, option)
 
     @staticmethod
-    def named(name: str, option: str = "tokenizer", end_of_text: str | None = None,
+    def named(name: str | Path, option: str = "tokenizer", end_of_text: str | None = None,
               like: JsonMapping | None = None) -> "Tokenizer":
         """Returns the tokenizer named byte, world (in an installed package), FILE.json or FILE.txt.
 
@@ -223,6 +227,7 @@ class Tokenizer(ABC):
             end_of_text: the name of the token in FILE.json that ends a text; None for the token that the file implies.
             like: the definition of another tokenizer. If both are for the same file, the ends of text of `like` are used.
         """
+        name = str(name) if isinstance(name, Path) else name
         _require_known_name(name, option)
         if name == "byte":
             return _reject_option(ByteTokenizer(), end_of_text, end_option(option))
@@ -239,7 +244,13 @@ class Tokenizer(ABC):
             read_bytes(Path(_vocabulary_file(name)), _file_label(_vocabulary_file(name)), most=1)
 
 
+def require_tokenizer_type(value: object) -> None:
+    """Raises UserError unless the argument `tokenizer` of a function is a Tokenizer."""
+    require_type("tokenizer", value, Tokenizer, 'a Tokenizer, such as Tokenizer.named("world") or Tokenizer.named("FILE.json")')
+
+
 def _require_known_name(name: str, option: str, names: str = NAMES) -> None:
+    require_type(option, name, str, names)
     on_hub = hub.parse(name)
     if name not in ("byte", "world") and not (on_hub.path if on_hub else name).endswith((".json", ".txt")):
         raise UserError(f"{option} must be {names}; got {name!r}")

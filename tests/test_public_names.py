@@ -1,0 +1,92 @@
+"""Tests that the public names of rwkv/__init__.py refuse arguments of a wrong type in one sentence, before any work."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import small_model
+from torch import nn
+
+from rwkv import RWKV, Tokenizer, embed, generate, generate_batch
+from rwkv.config import Sampling
+from rwkv.errors import UserError
+from rwkv.generation.conversation import Chat
+
+BYTES = Tokenizer.named("byte")
+MODEL: Any = small_model(vocab_size=256)
+
+
+class OtherTokenizer:
+    """Looks like a tokenizer of transformers."""
+
+    vocab_size = 256
+    eos_token_id = 0
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+@pytest.mark.parametrize("tokenizer", ["world", Path("tokenizer.json"), None, OtherTokenizer(), BYTES.to_dict(), type(BYTES)],
+                         ids=str)
+def test_a_tokenizer_must_be_a_tokenizer(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match=r"^tokenizer must be a Tokenizer"):
+        generate(MODEL, tokenizer, "a")
+    with pytest.raises(UserError, match=r"^tokenizer must be a Tokenizer"):
+        generate_batch(MODEL, tokenizer, ["a"])
+    with pytest.raises(UserError, match=r"^tokenizer must be a Tokenizer"):
+        embed(MODEL, tokenizer, ["a"])
+    with pytest.raises(UserError, match=r"^tokenizer must be a Tokenizer"):
+        Chat(MODEL, tokenizer, "g1", Sampling(), 5)      # type: ignore[arg-type]
+    if tokenizer is not None:
+        with pytest.raises(UserError, match=r"^tokenizer must be a Tokenizer"):
+            MODEL.save_pretrained(tmp_path / "model.safetensors", tokenizer)
+        assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("model", ["model.pth", Path("model.pth"), None, RWKV, BYTES, MODEL.state_dict(),
+                                   nn.DataParallel(MODEL)], ids=lambda model: type(model).__name__)
+def test_a_model_must_be_a_model(model: Any) -> None:
+    with pytest.raises(UserError, match=r"^model must be an RWKV model"):
+        generate(model, BYTES, "a")
+    with pytest.raises(UserError, match=r"^model must be an RWKV model"):
+        embed(model, BYTES, ["a"])
+
+
+def test_a_compiled_model_generates_as_before() -> None:
+    expected = [*generate(MODEL, BYTES, "a", max_new_tokens=5)]
+    assert [*generate(torch.compile(MODEL, backend="eager"), BYTES, "a", max_new_tokens=5)] == expected       # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    *(("prompt", value) for value in (["a"], None, b"a", [1, 2], torch.tensor([1]), Path("a"))),
+    ("context", MODEL), ("context", "state.safetensors"), ("cache", 1), ("grammar", "[a-z]+"), ("grammar", {"type": "object"}),
+    ("draft", "ngram"), ("draft", MODEL)])
+def test_other_arguments_of_generate(name: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"^{name} must be "):
+        generate(MODEL, BYTES, **{"prompt": "a", name: value})
+
+
+@pytest.mark.parametrize(("call", "part"), [
+    (lambda: RWKV.from_pretrained(None), "path"), (lambda: RWKV.from_pretrained(MODEL), "path"),
+    (lambda: RWKV.from_pretrained("model.pth", lora=3), "lora"), (lambda: MODEL.save_pretrained(None), "path"),
+    (lambda: RWKV.from_pretrained("model.pth", device=None), "device"),
+    (lambda: RWKV.from_pretrained("model.pth", dtype=torch.bfloat16), "dtype"),
+    (lambda: Tokenizer.named(None), "tokenizer"), (lambda: Tokenizer.named(BYTES), "tokenizer"),
+    (lambda: Tokenizer.named(Path("gpt2")), "tokenizer"), (lambda: Tokenizer.from_file(None), "file"),
+    (lambda: BYTES.encode(None), "string"), (lambda: BYTES.encode_batch([["a"]]), "string"),
+    (lambda: BYTES.decode(None), "ids"), (lambda: BYTES.decode("ab"), "ids"),
+    (lambda: Chat(MODEL, BYTES, "g1", Sampling(), 5), "template")])
+def test_arguments_of_files_and_tokenizers(call: Any, part: str) -> None:
+    with pytest.raises(UserError, match=rf"\b{part} must|a text must be a {part}"):
+        call()
+
+
+def test_a_path_names_a_tokenizer() -> None:
+    assert Tokenizer.named(Path("byte")).kind == "byte"
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2]], None, "a"])
+def test_tokens_must_be_a_tensor(tokens: Any) -> None:
+    with pytest.raises(ValueError, match="tokens must be a tensor"):
+        MODEL(tokens)
