@@ -3,6 +3,7 @@
 import shlex
 import sys
 import warnings
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -36,6 +37,7 @@ from rwkv.config import BLOCKS, DTYPES, SavedModelConfig, require_path
 from rwkv.errors import UserError
 from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.state_files import context_of_state, is_state_file, load_context
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, wrap_text
 from rwkv.io.state_path import state_path
 from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
@@ -53,7 +55,12 @@ class RWKV(Model):
     """An RWKV language model: model(tokens, state) returns the logits (B,T,V) and the new state.
 
     The tokens (B,T) are int64, and `state` defaults to the initial state. A call does not change its arguments.
+
+    Attributes:
+        origin: the path of the checkpoint from which the model was loaded, and the configuration of the run that wrote it.
     """
+
+    origin: tuple[Path, JsonObject | None] | None = None
 
     @classmethod
     def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32",
@@ -97,6 +104,7 @@ class RWKV(Model):
             warnings.warn(note, stacklevel=2)
         if trainable:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
+            model.origin = checkpoint.path.absolute(), checkpoint.run
             if checkpoint.time_states:
                 model.set_time_states([state.get(copy=True).to(device) for state in checkpoint.time_states])
             return model
@@ -118,6 +126,7 @@ class RWKV(Model):
             model.merge()
         if checkpoint.time_states:
             model.set_time_states([state.get().to(device) for state in checkpoint.time_states])
+        model.origin = checkpoint.path.absolute(), checkpoint.run
         return model.requires_grad_(False).eval()
 
     @classmethod
@@ -173,6 +182,9 @@ class RWKV(Model):
                         format: str | None = None) -> None:
         """Writes the weights to `path`, and also the configuration and the tokenizer if the format supports them.
 
+        A directory and a GGUF file also contain the chat template and the generation options of the checkpoint from which the
+        model was loaded, as after `timemix convert`.
+
         Raises UserError for an unknown suffix, for a dtype, generation or tokenizer that the format does not support, for a
         tokenizer with more tokens than the model, and for a model in int8, int4 or GGUF's blocks.
 
@@ -192,6 +204,9 @@ class RWKV(Model):
             raise UserError("save_pretrained cannot save the model's tuned state. Save the base model, or "
                             "use timemix convert, which writes the weights and the state as .pth, .safetensors or .st")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
+        if self.origin is not None:
+            origin, run = self.origin
+            checkpoint = replace(checkpoint, origin=origin, run=run and {**run, "model": asdict(self.config)})
         write_checkpoint(checkpoint, path, dtype, format)
 
 

@@ -80,6 +80,7 @@ class Checkpoint:
         unadapted: the original values of the matrices into which `weights` merges adapters.
         adapter_kind: the kind of adapter, if another program trained it.
         data_sha256: the hash of the run's training data.
+        origin: the path of the checkpoint from which a model in memory was loaded.
     """
 
     path: Path
@@ -97,6 +98,7 @@ class Checkpoint:
     data_sha256: str | None = None
     notes: list[str] = field(default_factory=list)           # messages about values that were assumed or ignored
     adapter_kind: str = ""
+    origin: Path | None = None
     state_note: str = ""                 # a line for the user if the file of the weights also contains time_states
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -312,8 +314,8 @@ def texts_beside(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _names_of(checkpoint: Checkpoint) -> tuple[str, str | None]:
-    """Returns the paths of the checkpoint and of the base of its run."""
-    return str(checkpoint.path), (checkpoint.run or {}).get("init_from")
+    """Returns the paths of the checkpoint, or of the one from which its model was loaded, and of the base of its run."""
+    return str(checkpoint.origin or checkpoint.path), (checkpoint.run or {}).get("init_from")
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -> None:

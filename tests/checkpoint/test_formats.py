@@ -1,5 +1,6 @@
 """Tests conversion between all formats, and agreement with the formats' own libraries and documents."""
 
+import copy
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from kernels.select import select
 from rwkv.chat.metadata import generation_in, template_file, template_in, tool_template_in
-from rwkv.chat.names import default_template
+from rwkv.chat.names import default_template, template_of_series
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.checkpoint.formats import ggmf
@@ -137,6 +138,27 @@ def test_the_chat_template_and_the_sampling_options_travel(tmp_path: Path, targe
     assert (template_in(file), tool_template_in(file)) == ("{{ messages }}", "{{ tools }}")
     assert generation_in(source).sampling == {"temperature": 0.5, "top_k": 7}
     assert tokenizer_of(read_checkpoint(source)).ends == ends == (2,)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_loaded_and_saved_model_keeps_them_too(tmp_path: Path, trainable: bool) -> None:
+    model = small_model(generation="rwkv7", vocab_size=300, **SIZES["rwkv7"])
+    source = tmp_path / "RWKV7-G1d-20260129"
+    model.save_pretrained(source)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "generation_config.json").write_text(json.dumps({"stop_strings": ["###"], "repetition_penalty": 1.5}))
+    for target in ("out.gguf", "out", "out"):            # the last target replaces the source itself
+        loaded = RWKV.from_pretrained(source, "reference", trainable=trainable)
+        tokenizer = JsonTokenizer(chatml()) if target == "out.gguf" else None
+        copy.deepcopy(loaded).save_pretrained(tmp_path / target, tokenizer)
+        if target == "out.gguf":
+            assert template_in(tmp_path / target) == "{{ messages }}"
+            assert generation_in(tmp_path / target).sampling == {"repetition_penalty": 1.5}
+            continue
+        assert template_in(tmp_path / target / "chat_template.jinja") == "{{ messages }}"
+        assert generation_in(tmp_path / target).stop == ("###",)
+        source = tmp_path / target
+    assert template_of_series(str(source)).template == "g1"
 
 
 @pytest.mark.parametrize("target", ["out.gguf", "out"])
