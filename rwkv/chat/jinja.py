@@ -13,6 +13,7 @@ from rwkv.chat.interface import END, ChatTemplate, Part
 from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
 from rwkv.chat.thoughts import Think, thoughts_at_end, with_hint
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonMapping, JsonObject
 
 WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # occurs in flash-linear-attention's templates
 
@@ -55,8 +56,9 @@ class Ending(NamedTuple):
 class JinjaTemplate(ChatTemplate):
     """Renders conversations with a jinja2 template.
 
-    The template's variables are messages, add_generation_prompt, tools, bos_token, eos_token, enable_thinking (from `think`)
-    and, if there is an `effort`, reasoning_effort. bos_token is empty, because no end_of_text precedes a prompt, but becomes
+    The template's variables are messages, add_generation_prompt, tools, documents (None), bos_token, eos_token, the special
+    tokens of the template's files, such as unk_token, enable_thinking (from `think`) and, if there is an `effort`,
+    reasoning_effort. bos_token is empty, because no end_of_text precedes a prompt, but becomes
     END after begin_with_end_of_text(). eos_token is END. Some published templates contain the name of World's token 0 instead.
     This name is replaced by END.
 
@@ -65,11 +67,11 @@ class JinjaTemplate(ChatTemplate):
     message is the content parsed as JSON.
     """
 
-    def __init__(self, text: str, name: str, tool_use: str | None = None) -> None:
+    def __init__(self, text: str, name: str, tool_use: str | None = None, special_tokens: JsonMapping | None = None) -> None:
         """Compiles the template `text`, and renders small conversations to find which form of content the template expects.
 
-        `tool_use` is the source of a separate template for conversations with tools, if there is one. Raises UserError if the
-        template cannot be used.
+        `tool_use` is the source of a separate template for conversations with tools, if there is one. `special_tokens` are
+        variables with the names of tokens (metadata.special_tokens_for). Raises UserError if the template cannot be used.
         """
         from jinja2 import TemplateError
 
@@ -80,6 +82,9 @@ class JinjaTemplate(ChatTemplate):
         self.supports_tools = bool(re.search(r"\btools\b", text))
         self.thinks = bool(re.search("<think|enable_thinking|reasoning_content", text))
         self._bos_token = ""
+        self._special_tokens = _without_end_names(special_tokens or {})
+        if self._special_tokens:         # tokens cached with other variables are not used
+            self.definition += f", {self._special_tokens}".replace(END, "END")
         try:
             with limited():
                 self._template = Sandbox().from_string(text.replace(WORLD_END, END))
@@ -104,7 +109,7 @@ class JinjaTemplate(ChatTemplate):
         self._tool_use: JinjaTemplate | UserError | None = None          # an error is raised only when the template is used
         if tool_use is not None:
             try:
-                self._tool_use = JinjaTemplate(tool_use, f"{name} (tool_use)")
+                self._tool_use = JinjaTemplate(tool_use, f"{name} (tool_use)", None, special_tokens)
             except UserError as error:
                 self._tool_use = error
         if isinstance(self._tool_use, JinjaTemplate):
@@ -296,8 +301,8 @@ class JinjaTemplate(ChatTemplate):
                     message["rwkv_json_content"] = json.loads(message["content"])
             if message["role"] in self._roles_in_parts:
                 message["content"] = [{"type": "text", "text": message["content"]}]
-        variables = {"messages": turns, "add_generation_prompt": prompt, "tools": tools or None, "bos_token": self._bos_token,
-                     "eos_token": END, "enable_thinking": think,
+        variables = {**self._special_tokens, "messages": turns, "add_generation_prompt": prompt, "tools": tools or None,
+                     "documents": None, "bos_token": self._bos_token, "eos_token": END, "enable_thinking": think,
                      "rwkv_generation_prompt": "open_think" if think else "fake_think", **extra}
         try:
             with limited(sum(len(message["content"]) for message in messages)) as limit:
@@ -345,6 +350,16 @@ class JinjaTemplate(ChatTemplate):
         match = re.search(r'(<tool_call>\s*\{"name":\s*")a_name(",\s*"arguments":\s*)\{"a_key":\s*"a value"\}\}\s*</tool_call>',
                           text)
         return (match[1], match[2]) if match else None
+
+
+def _without_end_names(tokens: JsonMapping) -> JsonObject:
+    """Returns the variables without bos_token and eos_token, and with END for the name of the token that ends a text."""
+    ends = (WORLD_END, tokens.get("eos_token"))
+
+    def replace_ends(value: object) -> object:
+        return [*map(replace_ends, value)] if isinstance(value, list) else END if value in ends else value
+
+    return {name: replace_ends(value) for name, value in tokens.items() if name not in ("bos_token", "eos_token")}
 
 
 def _answer_end(text: str, closed: str, prompted: str, between: str) -> str:

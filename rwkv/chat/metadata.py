@@ -10,6 +10,7 @@ Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,10 @@ TOOL_USE_FILE = f"additional_chat_templates/{TOOL_USE}.jinja"
 CONVERTER_PARTS = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+SPECIAL_IN_GGUF = {"eos_token": "eos", "unk_token": "unknown", "sep_token": "seperator", "pad_token": "padding",
+                   "cls_token": "cls", "mask_token": "mask"}             # llama.cpp spells it "seperator"
+SPECIAL_LISTS = ("additional_special_tokens", "extra_special_tokens")
 DRAWN = {name: name for name in ("temperature", "top_p", "top_k", "min_p")}      # these apply only if do_sample is true
 PENALTIES = {name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_decay")}
 SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.top_p": "top_p",
@@ -76,6 +81,43 @@ def _described_by(checkpoint: Path) -> Path:
     return checkpoint.parent if hub.has_configuration(checkpoint) else checkpoint
 
 
+def special_tokens_for(file: Path) -> JsonObject:
+    """Returns the special tokens that transformers defines as variables of a template, by the variable's name.
+
+    Only the variables that occur in the template in `file` are returned, and then eos_token, which may equal one of them. A
+    directory names them in the tokens in tokenizer_config.json or special_tokens_map.json, and a GGUF file in its metadata.
+    """
+    template = f"{template_in(file)} {tool_template_in(file)}"
+    used = {name: text for name, text in _special_tokens(file).items() if re.search(rf"\b{re.escape(name)}\b", template)
+            or name == "eos_token"}
+    return used if used.keys() - {"eos_token"} else {}
+
+
+def _special_tokens(file: Path) -> JsonObject:
+    if _is_gguf(file):
+        metadata = _gguf_metadata(file)
+        texts = metadata.get("tokenizer.ggml.tokens")
+        ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL_IN_GGUF.items()}
+        return {name: texts[id_] for name, id_ in ids.items()
+                if isinstance(texts, list) and isinstance(id_, int) and 0 <= id_ < len(texts)}
+    stated: JsonObject = {}
+    for name in (SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG):  # transformers prefers the latter
+        stated |= _read_json(file.parent / name) if (file.parent / name).is_file() else {}
+    extra = stated.get("extra_special_tokens")
+    stated |= extra if isinstance(extra, dict) else {}
+    names = (*SPECIAL_IN_GGUF, *SPECIAL_LISTS, *(extra if isinstance(extra, dict) else ()))
+    tokens = {name: _token_texts(stated.get(name)) for name in names}
+    return {name: text for name, text in tokens.items() if text}
+
+
+def _token_texts(token: object) -> object:
+    """Returns the text of a token, which is a string or has a `content`, or the texts of a list of tokens; None for others."""
+    if isinstance(token, list):
+        return [text for text in map(_token_texts, token) if isinstance(text, str)]
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
 def names_in(checkpoint: Path) -> list[str]:
     checkpoint = _described_by(checkpoint)
     if _is_gguf(checkpoint):
@@ -87,12 +129,15 @@ def names_in(checkpoint: Path) -> list[str]:
 def texts_of(checkpoint: Path) -> dict[str, str]:
     """Returns the chat templates and generation options of a directory or GGUF file, as a directory's texts by file name.
 
-    A checkpoint that is converted has the same template and options in the new format.
+    tokenizer_config.json has only the special tokens that the templates use. A checkpoint that is converted has the same
+    template and options in the new format.
     """
     checkpoint = _described_by(checkpoint)
     texts: dict[str, str | None] = {}
     if file := template_file(checkpoint):
         texts = {JINJA: template_in(file), TOOL_USE_FILE: tool_template_in(file)}
+        if tokens := special_tokens_for(file):
+            texts[TOKENIZER_CONFIG] = json.dumps(tokens, indent=2) + "\n"
     if checkpoint.is_dir():
         options = (checkpoint / name for name in (GENERATION_CONFIG, FAKE_THINK_CONFIG, TOOLS_CONFIG))
         texts |= {file.name: read_text(file, str(file)) for file in options if file.is_file() and _read_json(file)}
@@ -113,7 +158,7 @@ def not_in_gguf(texts: Mapping[str, str]) -> list[str]:
     """Returns the names of the files and options in `texts`, those of texts_of, for which GGUF has no metadata."""
     config = json.loads(texts.get(GENERATION_CONFIG, "{}"))
     options = ("stop_strings", "max_new_tokens", *(name for name in PENALTIES if name not in SAMPLING_IN_GGUF.values()))
-    files = [name for name in (FAKE_THINK_CONFIG, TOOLS_CONFIG) if name in texts]
+    files = [name for name in (FAKE_THINK_CONFIG, TOOLS_CONFIG, TOKENIZER_CONFIG) if name in texts]
     return files + [name for name in options if config.get(name)]
 
 

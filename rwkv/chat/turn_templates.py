@@ -26,7 +26,7 @@ from rwkv.chat import calls
 from rwkv.chat.interface import END, ChatTemplate, Part
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
-from rwkv.chat.metadata import template_in, tool_template_in
+from rwkv.chat.metadata import special_tokens_for, template_in, tool_template_in
 from rwkv.chat.thoughts import THOUGHT_STARTS, Think, thoughts_end, with_hint
 from rwkv.errors import UserError
 from rwkv.io import hub
@@ -72,7 +72,7 @@ def chat_template(name: str) -> ChatTemplate:
     text = template_in(file)
     if text is None:
         raise UserError(f"{name} contains no chat template. Use a jinja2 file, or one of {', '.join(STYLES)}")
-    return JinjaTemplate(text, name, tool_template_in(file))
+    return JinjaTemplate(text, name, tool_template_in(file), special_tokens_for(file))
 
 
 class TurnTemplate(ChatTemplate):

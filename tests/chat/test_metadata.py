@@ -8,6 +8,7 @@ import gguf
 import pytest
 
 from rwkv.chat.encoding import encode
+from rwkv.chat.interface import END
 from rwkv.chat.metadata import Generation, generation_in
 from rwkv.chat.names import default_template
 from rwkv.chat.turn_templates import chat_template
@@ -51,6 +52,39 @@ def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
     folder = directory(tmp_path / "model", chat_template="{{ messages[0].content }}")
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     assert chat_template(default_template(folder).template).render(TALK) == "<user>Hi\n<assistant>"
+
+
+SPECIAL = ("{% for m in messages %}{{ sep_token + m.content + additional_special_tokens[1] + image_token + pad_token }}"
+           "{% endfor %}")
+EXTRA: dict[str, Any] = {"additional_special_tokens": [{"content": "<a>"}, {"content": "<b>"}], "pad_token": "<end>",
+                         "extra_special_tokens": {"image_token": "<image>"}, "eos_token": {"content": "<end>"}}
+
+
+def test_a_template_may_use_the_special_tokens(tmp_path: Path) -> None:
+    """These are the variables of transformers' apply_chat_template. The name of the end-of-text token stands for the token."""
+    folder = tmp_path / "model"
+    directory(folder, chat_template=SPECIAL, **EXTRA)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"sep_token": "<sep>", "pad_token": "another"}))
+    template = chat_template(default_template(str(folder)).template)
+    assert template.render(TALK) == f"<sep>Hi<b><image>{END}"
+    (folder / "special_tokens_map.json").write_text(json.dumps({"sep_token": "<other>"}))
+    assert template.definition != chat_template(template.name).definition
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text(SPECIAL)
+    with pytest.raises(UserError, match="additional_special_tokens"):
+        chat_template(str(folder / "chat_template.jinja"))
+
+
+def test_a_template_in_gguf_may_use_them_too(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv7")
+    writer.add_string("tokenizer.chat_template", "{% for m in messages %}{{ m.content + sep_token + pad_token }}{% endfor %}")
+    writer.add_array("tokenizer.ggml.tokens", ["<end>", "a", "<sep>"])
+    for name, index in (("eos", 0), ("padding", 0), ("seperator", 2)):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", index)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert chat_template(str(tmp_path / "model.gguf")).render(TALK) == f"Hi<sep>{END}"
 
 
 @pytest.mark.parametrize("value", [None, 3, [], ["text"], [{"name": "tool_use", "template": TEMPLATE}], {}, "", " \n",

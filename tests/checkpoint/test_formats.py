@@ -25,7 +25,7 @@ from tokenizer_files import chatml, sentencepiece_bpe
 from torch import Tensor
 
 from kernels.select import select
-from rwkv.chat.metadata import generation_in, template_file, template_in, tool_template_in
+from rwkv.chat.metadata import generation_in, special_tokens_for, template_file, template_in, tool_template_in
 from rwkv.chat.names import default_template, template_of_series
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
@@ -124,7 +124,8 @@ def test_the_chat_template_and_the_sampling_options_travel(tmp_path: Path, targe
     small_model(generation="rwkv7", vocab_size=300, **SIZES["rwkv7"]).save_pretrained(source)
     save_file(hugging_face_tensors(source), source / "model.safetensors")        # as another program writes it
     (source / "tokenizer.json").write_text(chatml())
-    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "chat_template.jinja").write_text("{{ messages }}{{ unk_token }}")
+    (source / "tokenizer_config.json").write_text('{"unk_token": "<unknown>", "mask_token": "<mask>"}')
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     (source / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.5, "top_k": 7,
@@ -135,7 +136,9 @@ def test_the_chat_template_and_the_sampling_options_travel(tmp_path: Path, targe
         source = tmp_path / target
     file = template_file(source)
     assert file is not None
-    assert (template_in(file), tool_template_in(file)) == ("{{ messages }}", "{{ tools }}")
+    assert (template_in(file), tool_template_in(file)) == ("{{ messages }}{{ unk_token }}", "{{ tools }}")
+    if targets in (("out",), ("model",)):
+        assert special_tokens_for(file)["unk_token"] == "<unknown>"
     assert generation_in(source).sampling == {"temperature": 0.5, "top_k": 7}
     assert tokenizer_of(read_checkpoint(source)).ends == ends == (2,)
 

@@ -179,7 +179,10 @@ def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
                                               "split_special_tokens": True}, indent=2) + "\n"
     elif tokenizer.get("kind") == "world":
         texts[WORLD] = tokenizer["vocabulary"]
+    tokens = json.loads(outgoing.texts.get(TOKENIZER_CONFIG, "{}")) | json.loads(texts.get(TOKENIZER_CONFIG, "{}"))
     texts |= outgoing.texts
+    if tokens:
+        texts[TOKENIZER_CONFIG] = json.dumps(tokens, indent=2) + "\n"
     options = json.loads(outgoing.texts.get(GENERATION_CONFIG, "{}"))
     defaults = {**ids, "pad_token_id": ends[0]} if outgoing.layout in ("official", "transformers-rwkv") else {}
     if defaults or options:
