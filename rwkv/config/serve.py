@@ -28,7 +28,8 @@ class ServeConfig(DraftedConfig):
     sampling: str = preset_option("openai", heading="Sampling defaults for requests")
     max_rows: int = option(32, "batch size: sequences generated at a time", least=1, heading="Limits")
     max_queue: int = option(128, "queue size, in sequences; requests beyond it get status 429", least=0)
-    max_tokens: int = option(4096, "maximum tokens per completion", least=1)
+    max_tokens: int = option(4096, "maximum tokens per completion; a request that asks for more ends here, with finish_reason "
+                             "length", least=1)
     max_prompt_tokens: int = option(32768, "maximum tokens per prompt", least=1)
     max_body_mib: int = option(8, "maximum size of a request body, MiB", least=1)
     max_connections: int = option(1024, "maximum open connections", least=1)

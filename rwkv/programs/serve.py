@@ -119,7 +119,9 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
             ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; prefix cache {config.cache_mib:,} MiB; "
                        f"at most {counted(config.max_rows, 'sequence')} of {row / MIB:.2f} MiB each"),
             *_gpu_lines(model, config, copies, opened.device),
-            ("states", _states_line(config, row))]
+            ("states", _states_line(config, row)),
+            ("limits", f"answers end after at most {counted(config.max_tokens, 'token')}, even if a request asks for more; "
+                       f"prompts have at most {counted(config.max_prompt_tokens, 'token')}")]
     defaults = {kind: Defaults(each.sampling, each.stop, each.max_new_tokens) for kind, each in chosen.items()}
     return Loaded(model, opened.tokenizer, choice.template, plan, row, defaults, trained_length_of(opened.checkpoint).tokens,
                   loaded, opened.dtype, draft)

@@ -210,7 +210,7 @@ def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) 
     ("chat", {"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
     ("chat", {"messages": QUESTION, "model": "other"}, "other"), ("chat", {"messages": "hi"}, "messages"),
     ("chat", {"messages": QUESTION, "options": {"temperature": 9}}, "options.temperature"),
-    ("chat", {"messages": QUESTION, "options": {"num_predict": 10**6}}, "options.num_predict"),
+    ("chat", {"messages": QUESTION, "options": {"num_predict": 2**40}}, "options.num_predict"),
     ("chat", {"messages": QUESTION, "options": {"repeat_penalty": -1}}, "options.repeat_penalty"),
     ("chat", {"messages": QUESTION, "options": {"mirostat": 2}}, "options.mirostat"),
     ("chat", {"messages": QUESTION, "options": {"stop": [""]}}, "options.stop"),
@@ -302,7 +302,7 @@ def test_anthropic_takes_back_its_own_blocks(writer: Running) -> None:
 
 
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 10**6}, "max_tokens"), ({"model": "other"}, "other"),
+    ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 2**40}, "max_tokens"), ({"model": "other"}, "other"),
     ({"temperature": 9}, "temperature"), ({"messages": []}, "messages"), ({"unknown": 1}, "unknown"),
     ({"messages": [*QUESTION, {"role": "assistant", "content": [
         {"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]}, "messages[1]"),

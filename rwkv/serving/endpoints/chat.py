@@ -68,11 +68,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
         answer_start = f"{answer_start}{end}"
         call_start = call_start.lstrip()
     prompt += call_start
-    limit = "max_tokens"
-    maximum = body.max_tokens
-    if body.max_completion_tokens is not None:
-        limit = "max_completion_tokens"
-        maximum = body.max_completion_tokens
+    maximum = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     usual = service.defaults[thinking.think, bool(tools)]
     maximum = default_max_tokens(service, usual)["chat"] if maximum in (None, NO_LIMIT) else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
@@ -84,7 +80,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     thoughts_start = answer_start or ("" if continues else thoughts_at_end(prompt))
     in_text = continues and not thoughts_start
     grammar = _grammar(service, body, bool(tools), call_start, thoughts_start, thinking.think is True, in_text)
-    first = EngineRequest(ids, body.first_seed(), stopping_criteria(service, maximum, stops, limit),
+    first = EngineRequest(ids, body.first_seed(), stopping_criteria(service, maximum, stops),
                           body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
     sequences = make_sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
     functions = [function.name for _, function in body.callable_tools()] if tools else []

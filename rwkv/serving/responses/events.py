@@ -173,14 +173,16 @@ class ResponseAnswer(Answer):
 
     def _response(self, status: str | None = None) -> JsonObject:
         body = self._prepared.body
-        sampling = self._ticket.sequences[0].request.sampling
+        request = self._ticket.sequences[0].request
+        sampling = request.sampling
         status = status or self._status()
         finished = status != "in_progress"
         response = {
             "id": self._id, "object": "response", "created_at": self._spec.created, "status": status, "background": False,
             "completed_at": int(time.time()) if status == "completed" else None, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {},
+            "instructions": body.instructions, "metadata": body.metadata or {},
+            "max_output_tokens": None if body.max_output_tokens is None else request.stopping.max_new_tokens,
             "model": self._spec.model, "output": self._output.items if finished else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
