@@ -224,7 +224,7 @@ def test_items_are_messages() -> None:
 
 
 BARE: list[dict[str, Any]] = [{"type": "reasoning", "summary": [], "encrypted_content": "zz"},
-                              {"type": "reasoning", "content": [], "summary": [{"type": "summary_text", "text": "s"}]},
+                              {"type": "reasoning", "content": [], "summary": [{"type": "summary_text", "text": "\n"}]},
                               {"type": "reasoning", "content": None}, {"type": "reasoning", "content": [{"text": " "}]}]
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "1", "output": "c"}
@@ -238,6 +238,17 @@ def test_reasoning_without_text_changes_nothing(items: list[dict[str, Any]]) -> 
     for bare in BARE:
         for place in range(len(items) + 1):
             assert messages_of(input_items([*items[:place], bare, bare, *items[place:]])) == expected
+
+
+def test_a_summary_replaces_reasoning_without_text() -> None:
+    """Other servers encrypt the text of reasoning, and a conversation may continue here."""
+    summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}, {"type": "summary_text", "text": "t"}]}
+    text = [{"type": "reasoning_text", "text": "hm"}]
+    for item, expected in ((summary | {"encrypted_content": "zz"}, "s\nt"), (summary | {"content": None}, "s\nt"),
+                           (summary | {"content": text}, "hm")):
+        items = input_items([item, ANSWER])
+        assert items[0]["summary"] == summary["summary"]
+        assert messages_of(items) == [ANSWER | {"reasoning_content": expected}]
 
 
 def test_what_is_written_around_calls_is_one_answer() -> None:

@@ -46,13 +46,9 @@ def _input_item(item: JsonObject, where: str) -> JsonObject:
             output = _contents(output, "user", f"{where}.output")
         return {"id": _id(item, "fco"), "type": kind, "status": "completed", "call_id": call_id, "output": output}
     if kind == "reasoning":
-        parts = item.get("content") or []
-        if not isinstance(parts, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str)
-                                                  for part in parts):
-            raise ApiError(400, f'{where}.content must be a list of objects such as {{"type": "reasoning_text", "text": '
-                                '"..."}', where)
-        return {"id": _id(item, "rs"), "type": kind, "summary": [], "status": "completed",
-                "content": [{"type": "reasoning_text", "text": part["text"]} for part in parts]}
+        return {"id": _id(item, "rs"), "type": kind, "status": "completed",
+                "summary": _thoughts(item, "summary", "summary_text", where),
+                "content": _thoughts(item, "content", "reasoning_text", where)}
     raise ApiError(400, f"{where}.type must be message, function_call, function_call_output or reasoning", where,
                    "unsupported_parameter")
 
@@ -60,6 +56,13 @@ def _input_item(item: JsonObject, where: str) -> JsonObject:
 def _id(item: JsonMapping, kind: str) -> str:
     item_id = item.get("id")
     return item_id if isinstance(item_id, str) and 0 < len(item_id) <= 64 else f"{kind}_{secrets.token_hex(16)}"
+
+
+def _thoughts(item: JsonMapping, field: str, kind: str, where: str) -> list[JsonObject]:
+    parts = item.get(field) or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise ApiError(400, f'{where}.{field} must be a list of objects such as {{"type": "{kind}", "text": "..."}}', where)
+    return [{"type": kind, "text": part["text"]} for part in parts]
 
 
 def _contents(content: Any, role: str, where: str) -> list[JsonObject]:
@@ -83,8 +86,8 @@ def _contents(content: Any, role: str, where: str) -> list[JsonObject]:
 def messages_of(items: list[JsonObject]) -> list[JsonObject]:
     """Returns the items as chat messages. Consecutive thoughts, texts and calls become one assistant message.
 
-    Two assistant messages without a call between them remain separate. Thoughts without text, such as the encrypted thoughts of
-    other servers, are skipped.
+    Two assistant messages without a call between them remain separate. Thoughts without text are replaced by their summary, as
+    in vLLM; without a summary they are skipped. Other servers encrypt thoughts.
     """
     messages: list[JsonObject] = []
     answer: JsonObject | None = None         # the last message, if that is an assistant message that may get more items
@@ -100,15 +103,18 @@ def messages_of(items: list[JsonObject]) -> list[JsonObject]:
             messages.append({"role": item["role"], "content": _item_text(item)})
             answer = None
             continue
-        if kind == "reasoning" and not _item_text(item, "").strip():
-            continue
+        thoughts = _item_text(item, "") if kind == "reasoning" else ""
+        if kind == "reasoning" and not thoughts.strip():
+            thoughts = _item_text(item, field="summary")
+            if not thoughts.strip():
+                continue
         if answer is None or _begins_answer(answer, kind):
             answer = {"role": "assistant", "content": ""}
             messages.append(answer)
         if kind == "message":
             answer["content"] = "\n".join(filter(None, (answer["content"], _item_text(item))))
         elif kind == "reasoning":
-            answer["reasoning_content"] = "\n".join(filter(None, (answer.get("reasoning_content"), _item_text(item, ""))))
+            answer["reasoning_content"] = "\n".join(filter(None, (answer.get("reasoning_content"), thoughts)))
         else:
             call = {"id": item["call_id"], "type": "function",
                     "function": {"name": item["name"], "arguments": item["arguments"]}}
@@ -123,8 +129,8 @@ def _begins_answer(answer: JsonObject, kind: str) -> bool:
     return kind == "message" and bool(answer["content"]) and not answer.get("tool_calls")
 
 
-def _item_text(item: JsonObject, separator: str = "\n") -> str:
-    return separator.join(part["text"] for part in item.get("content") or ())
+def _item_text(item: JsonObject, separator: str = "\n", field: str = "content") -> str:
+    return separator.join(part["text"] for part in item.get(field) or ())
 
 
 def page_of_items(items: list[JsonObject], query: Mapping[str, str]) -> JsonObject:
