@@ -29,6 +29,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 LONGEST_STOP = 256                       # characters
 LONGEST_ERROR = 400                      # characters
 MOST_ROWS = 128                          # most sequences in one request
+MOST_LOGPROBS = 20                       # most likeliest tokens at each token, as in OpenAI's chats
+MOST_ECHO_LOGPROBS = 5                   # the same if the answer also has them at each token of the prompt
 MOST_TOOLS = 128                         # most tools in one request
 MOST_NULLS = 8                           # most names of unknown nested fields that are null
 
@@ -244,7 +246,8 @@ class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
     suffix: str | None = None
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
+    # OpenAI allows 5, but SillyTavern sends 10, and vLLM allows 20
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
 
 
 THINK_OF_PROMPT: dict[str, Think] = {"open_think": True, "fake_think": "fake", "no_think": False}      # rwkv_generation_prompt
@@ -323,7 +326,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: Annotated[bool | None, msgspec.Meta(
         description="Must be false if continue_final_message is true, and true or absent otherwise.")] = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     max_completion_tokens: NewTokens | None = None
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None        # [] counts as absent
@@ -453,7 +456,7 @@ class ResponseRequest(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     include: list[Included] | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None        # ignored, because the state's size is constant

@@ -40,7 +40,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("stop", value) for value in ("", [""], ["a"] * 17, ["a"] * 10_000, 3, [3], "x" * 257, {})],
     *[("logit_bias", value) for value in ({"a": 1}, {"256": 1}, {"-1": 1}, {"1": 101}, {"1": "x"}, [], {"²": 1},
                                           {"9" * 5000: 1})],
-    *[("logprobs", value) for value in (-1, 6, True, "x")], *[("echo", value) for value in (1, "yes")],
+    *[("logprobs", value) for value in (-1, 21, True, "x")], *[("echo", value) for value in (1, "yes")],
     *[("stream", value) for value in (1, "yes", [])], *[("best_of", value) for value in (0, 2, "x")],
     *[("suffix", value) for value in ("x", 3)], *[("model", value) for value in ("other", 3, [])],
     *[("prompt", value) for value in ([], 3, [[]], ["a", 1], [[1], "a"], [-1], [256], [[256]], [1.5], {"a": 1}, "\0",

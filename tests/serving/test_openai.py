@@ -91,6 +91,15 @@ def test_several_prompts_and_several_texts_of_each(client: "openai.OpenAI", mode
     assert [choice.text for choice in ids.choices] == [answer.choices[0].text, answer.choices[2].text]
 
 
+def test_a_completion_has_as_many_logprobs_as_a_chat(client: "openai.OpenAI") -> None:
+    import openai
+
+    top, = client.completions.create(model=MODEL, prompt="abc", logprobs=20, max_tokens=1).choices[0].logprobs.top_logprobs
+    assert 20 <= len(top) <= 21
+    with pytest.raises(openai.BadRequestError):                  # a long prompt would have megabytes of them
+        client.completions.create(model=MODEL, prompt="abc", logprobs=20, max_tokens=1, echo=True)
+
+
 def test_echo_and_logprobs(client: "openai.OpenAI", model: RWKV) -> None:
     answer = client.completions.create(model=MODEL, prompt="abc", echo=True, logprobs=3, max_tokens=2, seed=1)
     logprobs, sample = answer.choices[0].logprobs, sample_of(model, "abc", 2, 1)

@@ -10,7 +10,7 @@ from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
-from rwkv.serving.schema import MOST_ROWS, CompletionRequest, Options, read
+from rwkv.serving.schema import MOST_ECHO_LOGPROBS, MOST_ROWS, CompletionRequest, Options, read
 from rwkv.serving.service import Service, default_max_tokens, handle_body, owner, resolve_adapter
 from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, prompt_ids, stopping_criteria
 
@@ -37,6 +37,8 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
     maximum = default_max_tokens(service, usual)["completions"] if body.max_tokens in (None, NO_LIMIT) else body.max_tokens
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
+    if echoed and (body.logprobs or 0) > MOST_ECHO_LOGPROBS:
+        raise ApiError(400, f"logprobs must be at most {MOST_ECHO_LOGPROBS} with echo", "logprobs")
     if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
         raise ApiError(400, "echo with logprobs requires that all prompts together, each counted n times, have at most "
                             f"{service.config.max_prompt_tokens} tokens", "echo")
