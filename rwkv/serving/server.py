@@ -19,7 +19,7 @@ from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.serving.api import application
 from rwkv.serving.engine.compiling import Compilers
 from rwkv.serving.engine.remote import RemoteEngine, Work
-from rwkv.serving.http.connections import Protocol, Server
+from rwkv.serving.http.connections import IDLE_S, Protocol, Server
 from rwkv.serving.http.origins import LOCAL_HOSTS
 from rwkv.serving.log import say
 from rwkv.serving.messages import Ready
@@ -98,6 +98,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     Protocol.most = config.max_connections
     options = uvicorn.Config(application(service), http=Protocol, lifespan="off", log_config=None,
                              log_level="error", access_log=False, server_header=False, ws="none",
+                             timeout_keep_alive=IDLE_S,
                              timeout_graceful_shutdown=int(config.grace_s + AFTER_GRACE))
 
     def stop() -> None:

@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,28 @@ def test_another_method_or_path_is_an_error_of_the_interface(server: Running, me
     check_error(answer)
     assert answer.status_code == status
     assert ("allow" in answer.headers) == (status == 405)
+
+
+def test_idle_connections_stay_open_until_a_new_connection_needs_their_place(start: Callable[..., Running]) -> None:
+    """A proxy uses connections again that were idle for many seconds. At the limit, the longest idle connection is closed."""
+    server = start("max_connections=2")
+
+    first, second, third = (HTTPConnection("127.0.0.1", server.port, timeout=20) for _ in range(3))
+
+    def ask(connection: HTTPConnection) -> int:
+        connection.request("GET", "/health")
+        with connection.getresponse() as answer:
+            answer.read()
+        return answer.status
+
+    with closing(first), closing(second), closing(third):
+        assert [ask(second), ask(first)] == [200, 200]
+        used = second.sock
+        time.sleep(5.5)                  # uvicorn itself closes connections after 5 seconds
+        assert [ask(second), ask(third)] == [200, 200]
+        assert first.sock.recv(1) == b""
+        assert ask(second) == 200
+        assert second.sock is used
 
 
 def test_the_servers_limit_ends_answers_of_requests_for_more_tokens(start: Callable[..., Running]) -> None:

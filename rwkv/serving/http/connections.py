@@ -24,6 +24,10 @@ from rwkv.io.signals import caught_signals
 from rwkv.serving.http.errors import RETRY_AFTER, ApiError
 from rwkv.serving.log import say_refused
 
+# Seconds after which the server closes an idle connection. Proxies and clients keep connections for later requests: nginx and
+# AWS's load balancers for 60 seconds, Heroku's router and Go's client for 90. A server that closes first loses the request that
+# a client sends at the same moment, and the proxy answers 502.
+IDLE_S = 120
 UNREAD_S = 30                            # seconds after which a client that does not read its answer is disconnected
 MOST_HEADERS = 64 * 1024                 # most bytes in a request's first line and headers
 REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # the request ids that a client may choose
@@ -90,8 +94,17 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._expect_request()
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.most and not self._close_an_idle_connection():
             self._refuse(ApiError(503, "the server has too many open connections. Try again later", retry_after=RETRY_AFTER))
+
+    def _close_an_idle_connection(self) -> bool:
+        """Closes the connection that is idle for the longest time, and returns False if no connection is idle."""
+        idle = {other: other.timeout_keep_alive_task.when() for other in self.connections
+                if isinstance(other, Protocol) and other.timeout_keep_alive_task is not None}
+        if not idle:
+            return False
+        min(idle, key=idle.__getitem__).transport.close()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
