@@ -28,7 +28,7 @@ class OtherTokenizer:
 
 
 @pytest.mark.parametrize("tokenizer", ["world", Path("tokenizer.json"), None, OtherTokenizer(), BYTES.to_dict(), type(BYTES)],
-                         ids=str)
+                         ids=lambda value: type(value).__name__)
 def test_a_tokenizer_must_be_a_tokenizer(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(UserError, match=r"^tokenizer must be a Tokenizer"):
         generate(MODEL, tokenizer, "a")
