@@ -99,8 +99,8 @@ class Protocol(HttpToolsProtocol):
 
     def _close_an_idle_connection(self) -> bool:
         """Closes the connection that is idle for the longest time, and returns False if no connection is idle."""
-        idle = {other: other.timeout_keep_alive_task.when() for other in self.connections
-                if isinstance(other, Protocol) and other.timeout_keep_alive_task is not None}
+        idle = {other: other.timeout_keep_alive_task.when() for other in self.connections if isinstance(other, Protocol)
+                and other.timeout_keep_alive_task is not None and not other.transport.is_closing()}
         if not idle:
             return False
         min(idle, key=idle.__getitem__).transport.close()
