@@ -82,7 +82,8 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
         except RecursionError:
             return _refusal_response(request, ApiError(400, "the body's objects and lists are nested too deeply"))
         except ClientDisconnect:
-            return Response(status_code=400)
+            request.scope["state"]["refusal"] = "the connection closed before the whole body had arrived"
+            return Response(status_code=400)             # only for the log
 
     return endpoint
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import socket
 import zlib
 
 import httpx
@@ -170,6 +171,12 @@ def test_what_is_refused_before_it_is_read_has_an_id_too(server: Running) -> Non
         made = request_id(server.exchange(data))
         assert made == "late" if b"late" in data else made.startswith("req_")
         assert f" {made}: " in server.log
+
+
+def test_the_log_says_why_a_request_failed_whose_client_went_away(server: Running) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(POST + b"x-request-id: gone\r\ncontent-length: 99\r\n\r\n{")
+    wait_until(lambda: " gone: " in server.log)
 
 
 def test_each_of_two_requests_of_a_connection_has_its_id(server: Running) -> None:
