@@ -12,6 +12,7 @@ is used with the checkpoint must have the same hash.
 import hashlib
 import json
 import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ Rule = Callable[[JsonMapping], list[int]]
 JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # decoders that only concatenate the texts of tokens
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # a byte fallback token
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
+SPECIAL = "special"                      # a key in the definition of a WorldTokenizer with special tokens
 MADE_FROM_DATA = ("char", "bpe")         # values of data.tokenizer for tokenizers made from the data
 
 
@@ -167,8 +169,8 @@ class Tokenizer(ABC):
 
     @cached_property
     def hash(self) -> str:
-        """Returns the SHA-256 of the vocabulary. Tokenizers with equal hashes produce equal ids."""
-        vocabulary = {name: value for name, value in self.to_dict().items() if name != special.KEY}
+        """Returns the SHA-256 of the vocabulary. Tokenizers with equal hashes produce equal ids for texts."""
+        vocabulary = {name: value for name, value in self.to_dict().items() if name not in (special.KEY, SPECIAL)}
         return hashlib.sha256(json.dumps(vocabulary, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -195,7 +197,7 @@ class Tokenizer(ABC):
             case {"kind": "char", "characters": list(characters)}:
                 tokenizer = CharTokenizer(characters)
             case {"kind": "world", "vocabulary": str(text)}:
-                tokenizer = WorldTokenizer(text)
+                tokenizer = WorldTokenizer(text, special=definition.get(SPECIAL))
             case _:
                 raise UserError("a tokenizer definition must have the kind byte, char, json or world, and its vocabulary")
         return _reject_option(tokenizer, end_of_text, option)
@@ -449,22 +451,40 @@ class WorldTokenizer(Tokenizer):
     """A tokenizer with the RWKV World vocabulary.
 
     vocab_size is 65536, as in the released models: the number of ids in use (0 to 65529), rounded up to a multiple of 64.
-    Unused ids decode to nothing. `text` is the content of a vocabulary file, and `source` is its name in error messages.
+    Unused ids decode to nothing.
+
+    Args:
+        text: the content of a vocabulary file.
+        source: its name in error messages.
+        special: the ids, by name, of special tokens, which are id 0 or unused ids of the vocabulary.
     """
 
     kind = "world"
 
-    def __init__(self, text: str, source: str = "the tokenizer's definition") -> None:
+    def __init__(self, text: str, source: str = "the tokenizer's definition", special: Mapping[str, int] | None = None) -> None:
         self._vocabulary = world.Vocabulary.parse(text, source)
-        self.vocab_size = -(-len(self._vocabulary.tokens) // 64) * 64
+        self.special = dict(special or {})
+        wrong = [name for name, index in self.special.items() if self._vocabulary.has(index)]
+        if wrong:
+            raise UserError(f"{source} gives the special token {wrong[0]} the id of another token")
+        self.vocab_size = -(-max(len(self._vocabulary.tokens), *(index + 1 for index in self.special.values()), 0) // 64) * 64
+        secret = secrets.token_hex(16)
+        self.private = {name: f"{secret}x{place}z" for place, name in enumerate(self.special)}
+        self._private_name = re.compile(f"({secret}x[0-9]+z)")
 
     def _encode(self, text: str) -> list[int]:
-        return self._vocabulary.encode(text)
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
             require_unicode(text)
-        return self._vocabulary.encode_batch(list(texts))
+        if not self.special:
+            return self._vocabulary.encode_batch(list(texts))
+        cut = [self._private_name.split(text) for text in texts]         # every second piece is a private name
+        ids = iter(self._vocabulary.encode_batch([piece for pieces in cut for piece in pieces[::2]]))
+        by_private_name = {self.private[name]: index for name, index in self.special.items()}
+        return [[token for place, piece in enumerate(pieces)
+                 for token in ([by_private_name[piece]] if place % 2 else next(ids))] for pieces in cut]
 
     def drop_library(self) -> None:
         self._vocabulary.drop_library()
@@ -475,7 +495,12 @@ class WorldTokenizer(Tokenizer):
         return tokens + [b""] * (self.vocab_size - len(tokens))
 
     def to_dict(self) -> JsonObject:
-        return {"kind": self.kind, "vocabulary": self._vocabulary.to_text()}
+        special_tokens = {SPECIAL: dict(self.special)} if self.special else {}
+        return {"kind": self.kind, "vocabulary": self._vocabulary.to_text(), **special_tokens}
+
+    @property
+    def data_key(self) -> str:
+        return f"{self.hash} {sorted(self.special.items())}" if self.special else self.hash
 
 
 def _reject_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -> Tokenizer:

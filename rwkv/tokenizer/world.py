@@ -60,6 +60,10 @@ class Vocabulary:
                             f"tokens are missing, and the first missing byte is {missing[0]:#04x}")
         return cls([tokens.get(index, b"") for index in range(1 + max(tokens))])
 
+    def has(self, index: int) -> bool:
+        """Returns True if the id stands for a token."""
+        return index < len(self.tokens) and bool(self.tokens[index])
+
     def to_text(self) -> str:
         """Returns the text of a vocabulary file for `parse`. Equal vocabularies have equal texts."""
         return "".join(f"{index} {_literal(token)} {len(token)}\n" for index, token in enumerate(self.tokens) if token)

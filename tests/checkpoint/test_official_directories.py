@@ -16,6 +16,8 @@ from refusals import refuses
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rwkv.chat.encoding import encode, for_tokenizer
+from rwkv.chat.jinja import JinjaTemplate
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.errors import CheckpointError, UserError
 from rwkv.pretrained import RWKV, template_choice
@@ -298,6 +300,44 @@ def test_reserved_ids_beyond_the_vocabulary_are_no_tokens() -> None:
     parsed = json.loads(world_json_with())
     parsed["model"]["vocab"]["\ue000rwkv_reserved_65530"] = 65530
     assert world_json.vocabulary_in(json.dumps(parsed)) == WORLD.to_dict()["vocabulary"]
+
+
+LISTED: dict[int, dict[str, Any]] = {
+    0: {"content": "<|begin|>", "special": True}, 311: {"content": "<|im_end|>", "special": True},
+    312: {"content": "<extra>", "special": False}, 65: {"content": "<|other|>", "special": True},
+    65000: {"content": "<|beyond|>", "special": True}}
+
+
+@pytest.mark.parametrize("layout", [None, "official", "transformers-rwkv", "model.gguf"])
+def test_special_tokens_beside_the_world_vocabulary(tmp_path: Path, layout: str | None) -> None:
+    """They travel with the model. Only templates write them, and the others that cannot be added are named."""
+    model = model_of()
+    model.save_pretrained(tmp_path / "world", WORLD)
+    folder = tmp_path / "model"
+    write_official(folder, model)
+    assert len(Vocabulary.parse(WORLD.to_dict()["vocabulary"], "").tokens) <= 311 < model.vocab_size
+    (folder / "rwkv_vocab_v20230424.txt").write_text(WORLD.to_dict()["vocabulary"])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": LISTED}))
+    checkpoint = read_checkpoint(folder)
+    assert [word in checkpoint.notes[0] for word in ("<extra>", "<|other|>", "<|beyond|>", "<|im_end|>")] == [1, 1, 1, 0]
+    if layout == "model.gguf":
+        write_checkpoint(checkpoint, tmp_path / layout)
+        folder = tmp_path / layout
+    elif layout is not None:
+        write_checkpoint(checkpoint, tmp_path / "again", layout=layout)
+        folder = tmp_path / "again"
+        save_file({name: tensor.clone() for name, tensor in hugging_face_tensors(folder).items()}, folder / "model.safetensors")
+    tokenizer = Tokenizer.from_dict(read_checkpoint(folder).tokenizer or {})
+    assert tokenizer.special == {"<|begin|>": 0, "<|im_end|>": 311}
+    assert tokenizer.hash == WORLD.hash
+    text = f"a<|im_end|>{TEXT}"
+    assert tokenizer.encode(text) == WORLD.encode(text)
+    source = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    template = for_tokenizer(JinjaTemplate(source, "a.jinja"), tokenizer)
+    ids, = encode(tokenizer, [template.render([{"role": "user", "content": text}])])
+    assert ids == [*WORLD.encode(text), 311]
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.starting(template.stop) == {311}
 
 
 def test_a_json_of_ids_and_tokens_is_world(tmp_path: Path) -> None:

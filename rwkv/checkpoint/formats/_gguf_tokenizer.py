@@ -19,6 +19,7 @@ from rwkv.checkpoint.content import Outgoing
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.tokenizer import special
+from rwkv.tokenizer.tokenizers import SPECIAL
 from rwkv.tokenizer.world import Vocabulary
 
 GGML = "tokenizer.ggml."
@@ -48,6 +49,11 @@ def metadata_of(outgoing: Outgoing) -> JsonObject:
         tokens = [repr(token)[2:-1] or f"[PAD{index}]" for index, token in enumerate(vocabulary)]
         tokens[0] = WORLD_START
         types = [CONTROL, *(NORMAL if token else UNUSED for token in vocabulary[1:])]
+        for name, index in (definition.get(SPECIAL) or {}).items():
+            unused = range(len(tokens), index + 1)
+            tokens += [f"[PAD{each}]" for each in unused]
+            types += [UNUSED for _ in unused]
+            tokens[index], types[index] = name, CONTROL
         metadata: JsonObject = {f"{GGML}model": "rwkv"}
         ends = [0]
     elif definition["kind"] == "json":
@@ -95,7 +101,11 @@ def tokenizer_in(path: Path, metadata: JsonObject) -> JsonObject | None:
     if kind in NO_MODEL:
         return None
     if kind == "rwkv":
-        return {"kind": "world", "vocabulary": _world_vocabulary_text(path, *_tokens(path, metadata))}
+        texts, types = _tokens(path, metadata)
+        special_tokens = {text: index for index, (text, type_) in enumerate(zip(texts, types, strict=True))
+                          if type_ == CONTROL and (index, text) != (0, WORLD_START)}
+        return {"kind": "world", "vocabulary": _world_vocabulary_text(path, texts, types),
+                **({SPECIAL: special_tokens} if special_tokens else {})}
     if kind != "gpt2":
         raise CheckpointError(f"{path} contains a tokenizer of type {kind!r}, but only rwkv (the World vocabulary) and gpt2 "
                               "(byte-level BPE) are supported: use the checkpoint that this GGUF file was converted from")

@@ -16,7 +16,7 @@ rwkv-rs/hf-adapter.
 
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +36,8 @@ from rwkv.io.atomic import write_file, write_folder
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import MATRICES
 from rwkv.tokenizer import special, world_json
+from rwkv.tokenizer.tokenizers import SPECIAL
+from rwkv.tokenizer.world import Vocabulary
 
 SUFFIXES = ("",)                         # the empty suffix stands for a directory
 TOKENIZER = "tokenizer.json"
@@ -179,6 +181,10 @@ def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
                                               "split_special_tokens": True}, indent=2) + "\n"
     elif tokenizer.get("kind") == "world":
         texts[WORLD] = tokenizer["vocabulary"]
+    if tokenizer.get("kind") == "world" and tokenizer.get(SPECIAL):
+        listed = {str(index): {**special.PLAIN_TOKEN, "content": name, "special": True}
+                  for name, index in tokenizer[SPECIAL].items()}
+        texts[TOKENIZER_CONFIG] = json.dumps(json.loads(texts.get(TOKENIZER_CONFIG, "{}")) | {"added_tokens_decoder": listed})
     tokens = json.loads(outgoing.texts.get(TOKENIZER_CONFIG, "{}")) | json.loads(texts.get(TOKENIZER_CONFIG, "{}"))
     texts |= outgoing.texts
     if tokens:
@@ -287,13 +293,37 @@ def _tokenizer_definition(folder: Path, vocab_size: object) -> tuple[JsonObject 
         text = _text(folder / TOKENIZER)
         stated = [*_declared_end_tokens(folder)]
         if (vocabulary := world_json.vocabulary_in(text)) is not None:
-            return {"kind": "world", "vocabulary": vocabulary}, []
+            in_trie = (json.loads(text).get("added_tokens") or []) if f'"{world_json.TRIE}"' in text else []
+            return _world_definition(folder, vocabulary, vocab_size, [token for token in in_trie if token["id"] != 0])
         text, unusable = special.with_listed_tokens(text, _listed_tokens(folder), vocab_size)
         notes = [f"{folder} has the tokens {', '.join(unusable[:4])}, but its embedding has no rows for them: they are ignored"]
         return special.definition_with_ends(text, stated), notes if unusable else []
     if (folder / WORLD).is_file():
-        return {"kind": "world", "vocabulary": _text(folder / WORLD)}, []
+        return _world_definition(folder, _text(folder / WORLD), vocab_size)
     return None, []
+
+
+def _world_definition(folder: Path, vocabulary: str, vocab_size: object,
+                      added: Sequence[JsonObject] = ()) -> tuple[JsonObject, list[str]]:
+    """Returns the definition of a WorldTokenizer with the special tokens `added` and of tokenizer_config.json, and messages.
+
+    As in transformers' tokenizers in Python, a token has the id that the file states. Tokens with the id of another token,
+    tokens beyond the model's `vocab_size` and tokens that are not special are ignored.
+    """
+    definition: JsonObject = {"kind": "world", "vocabulary": vocabulary}
+    listed = [*added, *_listed_tokens(folder)]
+    if not listed:
+        return definition, []
+    tokens = Vocabulary.parse(vocabulary, str(folder)).tokens
+    limit = vocab_size if isinstance(vocab_size, int) else len(tokens)
+    ordinary = {token: index for index, token in enumerate(tokens) if token}
+    new = {token["content"]: token for token in listed if ordinary.get(token["content"].encode()) != token["id"]}
+    usable = {name: token["id"] for name, token in new.items() if token.get("special") is True and token["id"] < limit
+              and tokens[token["id"]:token["id"] + 1] in ([], [b""])}
+    ignored = [name for name in new if name not in usable]
+    notes = [f"{folder} lists the tokens {', '.join(ignored[:4])}, but only special tokens with unused ids below {limit} can "
+             "be added to the World vocabulary: they are ignored"]
+    return definition | ({SPECIAL: usable} if usable else {}), notes if ignored else []
 
 
 def _listed_tokens(folder: Path) -> list[JsonObject]:
@@ -302,8 +332,9 @@ def _listed_tokens(folder: Path) -> list[JsonObject]:
     listed = _json(file).get("added_tokens_decoder") if file.is_file() else None
     if not isinstance(listed, dict) or not all(index.isdecimal() for index in listed):
         return []
-    tokens = [listed[index] for index in sorted(listed, key=int)]
-    return [token for token in tokens if isinstance(token, dict) and isinstance(token.get("content"), str)]
+    tokens = {index: listed[index] for index in sorted(listed, key=int)}
+    return [{**token, "id": int(index)} for index, token in tokens.items()
+            if isinstance(token, dict) and isinstance(token.get("content"), str)]
 
 
 def _declared_end_tokens(folder: Path) -> Iterator[list[int | str]]:
