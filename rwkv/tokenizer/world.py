@@ -100,6 +100,9 @@ class Vocabulary:
         """Frees the memory of the library. The next long text loads the library again."""
         vars(self).pop("_library", None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_library"}     # the library cannot be pickled
+
     @cached_property
     def _library(self) -> Any:
         try:

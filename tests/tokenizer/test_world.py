@@ -1,6 +1,8 @@
 """Tests of the World vocabulary: the longest token at each place, with the Rust library and without it, and wrong files."""
 
+import copy
 import logging
+import pickle
 import sys
 from pathlib import Path
 
@@ -124,6 +126,14 @@ def test_a_dropped_library_is_loaded_again(tokenizer: WorldTokenizer) -> None:
 
 
 @pytest.mark.thorough
+def test_a_tokenizer_that_has_loaded_the_library_can_be_copied_and_pickled(tokenizer: WorldTokenizer) -> None:
+    text = "ab 你\n" * world.SHORT
+    ids = tokenizer.encode(text)
+    assert "_library" in vars(tokenizer._vocabulary)
+    for other in (copy.deepcopy(tokenizer), pickle.loads(pickle.dumps(tokenizer))):
+        assert other.encode(text) == ids
+
+
 def test_a_files_layout_does_not_matter(tokenizer: WorldTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "other.txt"
     path.write_bytes(world.installed_vocabulary().read_bytes().replace(b"\n", b"\r\n") + b"\n\n")
