@@ -2,6 +2,8 @@
 
 import re
 import sys
+from contextlib import suppress
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from rwkv.io.lines import counted
 ADAPTER = "adapter_config.json"          # the file that marks a PEFT directory
 WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # a file with one of these suffixes contains weights
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(?:safetensors|bin)")       # the name of one shard of a Hugging Face directory
+SIMILAR = 0.85                           # a hint names a file whose name is at least this similar, from 0 to 1
 FOLDER = "checkpoints"                   # the folder of a run's checkpoints, in the run's directory
 LAST = Path(FOLDER) / "last.ckpt"
 COMPLETE = "complete.json"               # trainer=fsdp writes this file into a checkpoint's folder (formats/_fsdp_folder.py)
@@ -36,9 +39,20 @@ def locate(path: str | Path) -> Path:
             raise CheckpointError(f"{path} is a folder of runs: name one run, such as {runs[0].parents[1]}")
         return _single_file(path)
     if not path.exists():
-        raise CheckpointError(f"there is no checkpoint at {path}: expected a file, a Hugging Face directory, a run directory "
-                              "of train.py, or a name on the Hub such as ORG/REPO/FILE.pth")
+        raise CheckpointError(f"there is no checkpoint at {path}{_nearest(path)}: expected a file, a Hugging Face directory, a "
+                              "run directory of train.py, or a name on the Hub such as ORG/REPO/FILE.pth")
     return path
+
+
+def _nearest(path: Path) -> str:
+    """Returns a hint for a missing path: the most similar name in its folder, such as that with a suffix, or ""."""
+    names: list[str] = []
+    with suppress(OSError):              # there is no such folder, or it cannot be read
+        names = [file.name for file in sorted(path.parent.iterdir())
+                 if file.is_dir() or hub.has_weights(file.name, WEIGHT_SUFFIXES)]
+    by_lower_case = {name.lower(): name for name in names}
+    close = get_close_matches(path.name.lower(), by_lower_case, n=1, cutoff=SIMILAR)
+    return f" (did you mean {path.with_name(by_lower_case[close[0]])}?)" if close and path.name else ""
 
 
 def is_sharded(path: Path) -> bool:

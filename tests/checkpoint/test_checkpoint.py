@@ -231,6 +231,17 @@ def like_rwkv5(weights: Weights) -> None:
         weights[f"{att}gate.weight"] = weights[f"{att}key.weight"].clone()
 
 
+def test_a_missing_path_is_answered_with_the_nearest_name(model: RWKV, tmp_path: Path) -> None:
+    """Other programs add the suffix .pth themselves."""
+    model.save_pretrained(tmp_path / "RWKV-4-World-3B-ctx4096.pth")
+    for name in ("RWKV-4-World-3B-ctx4096", "rwkv-4-world-3B-ctx4096.pth"):
+        refuses(tmp_path / name, f"did you mean {tmp_path / 'RWKV-4-World-3B-ctx4096.pth'}?")
+    for name in ("other.pth", "no/folder.pth"):
+        with pytest.raises(CheckpointError) as error:
+            read_checkpoint(tmp_path / name)
+        assert "did you mean" not in str(error.value)
+
+
 @pytest.mark.parametrize(("change", "part"), [
     (lambda weights: weights.clear(), "RWKV-4"),
     (without("emb.weight"), "emb.weight"),
