@@ -82,6 +82,16 @@ def test_arguments_of_files_and_tokenizers(call: Any, part: str) -> None:
         call()
 
 
+def test_a_tokenizer_of_another_model_is_reported() -> None:
+    """The ids of a much smaller vocabulary are valid for the model, but mean something else."""
+    model = small_model(vocab_size=BYTES.vocab_size + 256)
+    for call in (lambda: generate(model, BYTES, "a"), lambda: generate_batch(model, BYTES, ["a"], max_new_tokens=1),
+                 lambda: embed(model, BYTES, ["a"])):
+        with pytest.warns(UserWarning, match="the tokenizer has 256 tokens, but the model has 512"):
+            call()
+    generate(small_model(vocab_size=BYTES.vocab_size + 255), BYTES, "a")         # some models round the size up
+
+
 def test_a_path_names_a_tokenizer() -> None:
     assert Tokenizer.named(Path("byte")).kind == "byte"
 

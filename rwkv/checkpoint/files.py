@@ -28,9 +28,8 @@ from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io import hub
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import fingerprint, generation
-from rwkv.tokenizer.tokenizers import Tokenizer, end_option, require_tokenizer_type
+from rwkv.tokenizer.tokenizers import MAX_UNUSED_ROWS, Tokenizer, end_option, require_tokenizer_type
 
-MAX_UNUSED_ROWS = 255                    # an embedding may have this many more rows than tokens: some models round the size up
 WORLD_VOCABULARY = 65536
 SUGGESTED = {50277: "20B_tokenizer.json (models trained on the Pile use this GPT-NeoX tokenizer)"}
 WITH_STATES = ("pth", "safetensors", "st")               # these formats can hold tuned states besides weights

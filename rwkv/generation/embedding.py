@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rwkv.config import Pooling, strings
 from rwkv.errors import UserError
-from rwkv.generation.engine import Engine
+from rwkv.generation.engine import Engine, warn_of_other_tokenizer
 from rwkv.generation.request import Request
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
@@ -26,6 +26,7 @@ def embed(model: Model, tokenizer: Tokenizer, texts: Sequence[str], pooling: Poo
         raise UserError(f"pooling must be one of {', '.join(get_args(Pooling))}; got {pooling!r}")
     texts = strings("texts", texts)
     engine = Engine(model, tokenizer)
+    warn_of_other_tokenizer(model, tokenizer)
     rows = [engine.add(Request(text, stopping=StoppingCriteria(0), pooling=pooling)) for text in texts]
     engine.run()
     return torch.stack([row.embedding for row in rows]) if rows else torch.empty(0, model.config.n_embd)

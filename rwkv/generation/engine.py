@@ -6,6 +6,7 @@ of a row (speculation.py). Rows join and leave between steps. A sequence depends
 not on the other rows, the draft or streaming.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ from rwkv.model.base import Model, State
 from rwkv.model.decoding.triton_step import SPARE_SLOTS
 from rwkv.model.weights_watch import WeightsWatch
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
-from rwkv.tokenizer.tokenizers import Tokenizer, require_tokenizer_type
+from rwkv.tokenizer.tokenizers import MAX_UNUSED_ROWS, Tokenizer, require_tokenizer_type
 
 WARM_TOKENS = 4                          # warm_up generates this many tokens
 WARM_SAMPLINGS = (                       # one for each variant of the GPU draw kernels
@@ -70,6 +71,7 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
         sampling: fields of rwkv.config.Sampling.
     """
     engine = Engine(model, tokenizer, cache, draft)
+    warn_of_other_tokenizer(model, tokenizer)
     require_type("prompt", prompt, str, "a string (generate_batch continues a list of prompts)")
     engine.add_all([Request(prompt, seed, StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling),
                             grammar=grammar, context=context)])
@@ -98,10 +100,18 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     options = Sampling(**sampling)
     n_logprobs = whole_number("logprobs", logprobs) or None
     engine = Engine(model, tokenizer, cache, draft)
+    warn_of_other_tokenizer(model, tokenizer)
     rows = engine.add_all([Request(prompt, seed, stopping, options, n_logprobs, grammar=grammar)
                            for prompt, seed in zip(prompts, seeds, strict=True)])
     engine.run()
     return [row.sample for row in rows]
+
+
+def warn_of_other_tokenizer(model: Model, tokenizer: Tokenizer) -> None:
+    """Warns the caller's caller if the model has many more tokens than the tokenizer, so it was trained with another one."""
+    if tokenizer.vocab_size + MAX_UNUSED_ROWS < model.vocab_size:
+        warnings.warn(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model has {model.vocab_size}: use the "
+                      "tokenizer that the model was trained with, since ids of another one have other meanings", stacklevel=3)
 
 
 class Engine:

@@ -38,6 +38,7 @@ JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # de
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # a byte fallback token
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
 SPECIAL = "special"                      # a key in the definition of a WorldTokenizer with special tokens
+MAX_UNUSED_ROWS = 255                    # an embedding may have this many more rows than tokens: some models round the size up
 MADE_FROM_DATA = ("char", "bpe")         # values of data.tokenizer for tokenizers made from the data
 
 
