@@ -14,7 +14,7 @@ def test_octaves_hold_every_position_once() -> None:
     assert positions.by_octave([1.0]) == {"0": 1}
 
 
-@pytest.mark.programs
+@pytest.mark.soak
 def test_a_run_is_trained_once_and_its_losses_are_those_of_its_validation(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} is {number * number}\n" for number in range(600)))

@@ -49,7 +49,7 @@ def test_a_draft_beside_none(pair: tuple[str, str, str], capsys: pytest.CaptureF
         assert [row["temperature"] for row in rows] == [0, 1]
         accepted[name] = rows[0]["accepted"], rows[0]["tokens per pass"]
     assert accepted["ngram"][0] == 1
-    assert accepted["ngram"][1] > 2
+    assert accepted["ngram"][1] > 1
     assert accepted[draft][0] < 0.5
 
 

@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.programs, pytest.mark.skipif(importlib.util.find_spec(
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(("arch", "formats"), [
-    (90, ["bfloat16", "int4"]), *(pytest.param(arch, [], marks=pytest.mark.soak) for arch in (80, 90, 100, 120))], ids=str)
+    (90, ["int4"]), *(pytest.param(arch, [], marks=pytest.mark.soak) for arch in (80, 90, 100, 120))], ids=str)
 def test_cubins_do_not_spill(arch: int, formats: list[str], tmp_path: Path) -> None:
-    """Compiles every form of the kernels in make soak, and otherwise the largest for the two extreme formats of weights."""
+    """Compiles every form of the kernels in make soak, and otherwise the largest for int4."""
     proc = run(tmp_path, [str(HERE / "gpu_cubins.py"), str(arch), *formats])
     assert proc.returncode == 0, proc.stderr
     resources = json.loads(proc.stdout)

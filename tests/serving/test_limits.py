@@ -108,6 +108,7 @@ def test_another_method_or_path_is_an_error_of_the_interface(server: Running, me
     assert ("allow" in answer.headers) == (status == 405)
 
 
+@pytest.mark.soak
 def test_idle_connections_stay_open_until_a_new_connection_needs_their_place(start: Callable[..., Running]) -> None:
     """A proxy uses connections again that were idle for many seconds. At the limit, the longest idle connection is closed."""
     server = start("max_connections=2")

@@ -113,6 +113,7 @@ def end_at_first_start(folder: Path) -> None:
         (folder / f"{processes.rank()}.txt").write_text(str(processes.all_gather(processes.rank())))
 
 
+@pytest.mark.soak
 def test_processes_that_a_launcher_starts_again_find_each_other(tmp_path: Path) -> None:
     preloaded()
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, run_id=uuid.uuid4().hex,

@@ -185,7 +185,7 @@ def test_a_step_in_passes_is_the_same_step(folder: Path, run: Run, method: str) 
         assert one == pytest.approx(other, abs=1e-5)
 
 
-@pytest.mark.programs
+@pytest.mark.soak
 @pytest.mark.parametrize("method", FULL)
 def test_a_killed_run_continues_to_the_bit(folder: Path, method: str) -> None:
     arguments = (*OPTIONS[:-1], f"tune={method}", "trainer.max_steps=20", "trainer.val_every=10", "trainer.checkpoint_every=5")
