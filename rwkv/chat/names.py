@@ -16,9 +16,7 @@ from rwkv.chat.metadata import names_in, template_file
 from rwkv.io.json_types import JsonObject
 
 GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # describe no model
-
 SUFFIX = re.compile(r"\.(pth|pt|ckpt|safetensors|st|bin|ggmf|gguf)\Z")
-
 _SERIES = re.compile(r"(?<![a-z0-9])g([01])([a-z]?)\d*(?![a-z0-9])")
 _DATED = re.compile(r"(?<![a-z0-9])rwkv-?(?:7|x070|v7)[a-z]?(?![0-9]).*?(?<!\d)(20\d\d)-?([01]\d)-?([0-3]\d)(?!\d)")
 _CONTEXT = re.compile(r"(?<![a-z0-9])ctx(\d{3,7})(?!\d)")
