@@ -40,12 +40,13 @@ def added_tokens(parsed: JsonMapping) -> list[JsonObject]:
     """
     tokens = parsed.get("added_tokens") or []
     ids = _model_vocabulary(parsed) if tokens else {}
-    size = len(ids)
+    next_id = len(ids)
     given: dict[str, int] = {}
     for token in tokens:
         content = token["content"]
         if content not in given:
-            given[content] = ids.get(content, max([size, *(index + 1 for index in given.values())]))
+            given[content] = ids.get(content, next_id)
+            next_id = max(next_id, given[content] + 1)
     return [{**token, "id": given[token["content"]]} for token in tokens]
 
 
