@@ -58,9 +58,9 @@ class JinjaTemplate(ChatTemplate):
 
     The template's variables are messages, add_generation_prompt, tools, documents (None), bos_token, eos_token, the special
     tokens of the template's files, such as unk_token, enable_thinking (from `think`) and, if there is an `effort`,
-    reasoning_effort. bos_token is empty, because no end_of_text precedes a prompt, but becomes
-    END after begin_with_end_of_text(). eos_token is END. Some published templates contain the name of World's token 0 instead.
-    This name is replaced by END.
+    reasoning_effort. bos_token is empty, because no end_of_text precedes a prompt, but becomes END after
+    begin_with_end_of_text(). eos_token is END. Some published templates contain the name of World's token 0 instead. This name
+    is replaced by END.
 
     The template in rwkv-rs/transformers-rwkv, temp/rwkv_chat_template.jinja, requires two more variables.
     rwkv_generation_prompt is open_think if enable_thinking is true, and otherwise fake_think. The rwkv_json_content of a tool

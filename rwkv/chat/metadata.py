@@ -26,7 +26,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 FAKE_THINK_CONFIG = "fake_think_generation_config.json"          # applies to answers that begin with empty thoughts
 TOOLS_CONFIG = "tools_generation_config.json"                    # applies to conversations with tools
-CONFIG = "config.json"
+CONFIG = hub.CONFIG
 IN_GGUF = "tokenizer.chat_template"
 TOOL_USE = "tool_use"
 TOOL_USE_FILE = f"additional_chat_templates/{TOOL_USE}.jinja"
@@ -46,7 +46,7 @@ SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.to
 
 def template_file(checkpoint: Path) -> Path | None:
     """Returns the file from which template_in can read the checkpoint's template, or None if there is none or it is empty."""
-    checkpoint = _described_by(checkpoint)
+    checkpoint = _metadata_path(checkpoint)
     if checkpoint.is_dir():
         files = [checkpoint / name for name in (JINJA, TOKENIZER_CONFIG)]
         return next((file for file in files if file.is_file() and (template_in(file) or "").strip()), None)
@@ -76,7 +76,7 @@ def tool_template_in(file: Path) -> str | None:
     return read_text(tool_use, f"the chat template {tool_use}") if file.name == JINJA and tool_use.is_file() else None
 
 
-def _described_by(checkpoint: Path) -> Path:
+def _metadata_path(checkpoint: Path) -> Path:
     """Returns the directory of a weights file beside config.json, and any other path unchanged."""
     return checkpoint.parent if hub.has_configuration(checkpoint) else checkpoint
 
@@ -84,8 +84,8 @@ def _described_by(checkpoint: Path) -> Path:
 def special_tokens_for(file: Path) -> JsonObject:
     """Returns the special tokens that transformers defines as variables of a template, by the variable's name.
 
-    Only the variables that occur in the template in `file` are returned, and then eos_token, which may equal one of them. A
-    directory names them in the tokens in tokenizer_config.json or special_tokens_map.json, and a GGUF file in its metadata.
+    They are in tokenizer_config.json, special_tokens_map.json or the metadata of a GGUF file. Only variables that occur in the
+    template in `file` are returned; if there are any, eos_token is returned too, because it may be the same token.
     """
     template = f"{template_in(file)} {tool_template_in(file)}"
     used = {name: text for name, text in _special_tokens(file).items() if re.search(rf"\b{re.escape(name)}\b", template)
@@ -119,7 +119,7 @@ def _token_texts(token: object) -> object:
 
 
 def names_in(checkpoint: Path) -> list[str]:
-    checkpoint = _described_by(checkpoint)
+    checkpoint = _metadata_path(checkpoint)
     if _is_gguf(checkpoint):
         return _string_values(_gguf_metadata(checkpoint), NAMES_IN_GGUF)
     config = checkpoint / CONFIG
@@ -132,7 +132,7 @@ def texts_of(checkpoint: Path) -> dict[str, str]:
     tokenizer_config.json has only the special tokens that the templates use. A checkpoint that is converted has the same
     template and options in the new format.
     """
-    checkpoint = _described_by(checkpoint)
+    checkpoint = _metadata_path(checkpoint)
     texts: dict[str, str | None] = {}
     if file := template_file(checkpoint):
         texts = {JINJA: template_in(file), TOOL_USE_FILE: tool_template_in(file)}
@@ -187,7 +187,7 @@ def generation_in(checkpoint: Path, fake: bool = False, tools: bool = False) -> 
         fake: reads the options for answers that begin with empty thoughts.
         tools: reads the options for conversations with tools.
     """
-    checkpoint = _described_by(checkpoint)
+    checkpoint = _metadata_path(checkpoint)
     if _is_gguf(checkpoint):
         sampling = _number_values(_gguf_metadata(checkpoint), SAMPLING_IN_GGUF)
         return Generation(checkpoint, sampling, bool(sampling))

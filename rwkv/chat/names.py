@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rwkv.chat.metadata import names_in, template_file
+from rwkv.io import hub
 from rwkv.io.json_types import JsonObject
 
 GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # describe no model
-SUFFIX = re.compile(r"\.(pth|pt|ckpt|safetensors|st|bin|ggmf|gguf)\Z")
 _SERIES = re.compile(r"(?<![a-z0-9])g([01])([a-z]?)\d*(?![a-z0-9])")
 _DATED = re.compile(r"(?<![a-z0-9])rwkv-?(?:7|x070|v7)[a-z]?(?![0-9]).*?(?<!\d)(20\d\d)-?([01]\d)-?([0-3]\d)(?!\d)")
 _CONTEXT = re.compile(r"(?<![a-z0-9])ctx(\d{3,7})(?!\d)")
@@ -90,7 +90,7 @@ def template_of_series(*names: str | None) -> Choice:
 def series_name(*names: str | None) -> str | None:
     """Returns the name from which template_of_series infers the series, without a suffix, or None. `names` are the same."""
     name = next(filter(_choice_by_name, _descriptive_names(names)), None)
-    return name and SUFFIX.sub("", name)
+    return name and (name.removesuffix(Path(name).suffix) if name.endswith((*hub.WEIGHTS, ".pt")) else name)
 
 
 def _choice_by_name(name: str) -> Choice | None:

@@ -41,8 +41,6 @@ from rwkv.io import hub
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.model.base import TIME_STATE
 
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-MODEL_WEIGHTS = tuple(name for name in hub.DIRECTORY_WEIGHTS if not name.startswith(hub.ADAPTER))
 INIT_PISSA = "init_pissa.pth"
 PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "miss_block", "bone_block",
          "disha", "bone")
@@ -82,7 +80,7 @@ def is_directory(path: Path) -> bool:
 
     Some trainers also write the base model's config.json into the directory, without the weights.
     """
-    has_model = (path / "config.json").is_file() and any((path / name).is_file() for name in MODEL_WEIGHTS)
+    has_model = (path / hub.CONFIG).is_file() and any((path / name).is_file() for name in hub.MODEL_WEIGHTS)
     return (path / CONFIG).is_file() and not has_model
 
 
@@ -129,9 +127,10 @@ def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Ada
                                   "merged")
     if config_json.get("bias", "none") != "none":
         raise CheckpointError(f"{path / CONFIG} sets bias to {config_json['bias']!r}, but RWKV layers have no biases")
-    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    file = next((path / name for name in hub.ADAPTER_WEIGHTS if (path / name).is_file()), None)
     if file is None:
-        raise CheckpointError(f"{path} contains {CONFIG} but no weights: expected {' or '.join(WEIGHTS)} in the same folder")
+        raise CheckpointError(f"{path} contains {CONFIG} but no weights: expected "
+                              f"{' or '.join(hub.ADAPTER_WEIGHTS)} in the same folder")
     tensors = (pth if _torch_file.recognises(file) else safetensors).read(file).tensors
     modules, whole = _by_module(tensors)
     if whole:

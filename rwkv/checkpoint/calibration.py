@@ -21,6 +21,7 @@ from kernels.matvec import BLOCKS, Blocks, calibrated_format, quantise
 from kernels.select import AUTO
 from rwkv.checkpoint.content import PackedMatrix
 from rwkv.checkpoint.files import Checkpoint
+from rwkv.checkpoint.generations import HEAD
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.utf8 import chunks, require_file
 from rwkv.model.base import DeepEmbedGeneration, Model, generation, is_linear_weight
@@ -33,7 +34,6 @@ TOKENS = 8192                            # at most this many tokens of the text 
 MIN_TOKENS = 1024
 SEQUENCE = 512                           # tokens per sequence; the first is the end-of-text token
 WINDOW = 2048                            # inputs that share a matrix of moments; one for 8192 inputs would take 256 MiB
-HEAD = "head.weight"
 BITS, HEAD_BITS = 4, 5                   # per integer; the head has more, because no later layer corrects its errors
 
 

@@ -12,7 +12,7 @@ from rwkv.errors import CheckpointError
 from rwkv.io import hub
 from rwkv.io.lines import counted
 
-ADAPTER = "adapter_config.json"          # the file that marks a PEFT directory
+ADAPTER = hub.ADAPTER_CONFIG             # the file that marks a PEFT directory
 WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # a file with one of these suffixes contains weights
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(?:safetensors|bin)")       # the name of one shard of a Hugging Face directory
 SIMILAR = 0.85                           # a hint names a file whose name is at least this similar, from 0 to 1

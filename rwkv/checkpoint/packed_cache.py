@@ -53,7 +53,7 @@ def _files_of(path: Path) -> list[Path]:
         return sorted(file for file in path.iterdir() if file.is_file())
     if match := PART.search(path.name):
         return sorted(path.parent.glob(f"{path.name[:match.start()]}-*-of-*{path.suffix}"))
-    return [path, path.parent / hub.MARKS[0]] if hub.has_configuration(path) else [path]
+    return [path, path.parent / hub.CONFIG] if hub.has_configuration(path) else [path]
 
 
 def sample(path: Path) -> str:

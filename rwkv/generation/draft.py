@@ -34,7 +34,7 @@ class Draft(Protocol):
     """An object that proposes tokens.
 
     Attributes:
-        cost: what a proposed token costs; it is kept with the draft, so that each new Engine knows the times measured before.
+        cost: the cost of a proposed token, measured by all engines that use the draft.
         most_tokens: the largest number of tokens proposed per pass.
     """
 

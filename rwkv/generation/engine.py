@@ -228,7 +228,7 @@ class Engine:
         if self._steps % self._watch_interval == 0 and not self._weights.unchanged():
             self._reload_weights()
         self._drop_finished()
-        timed = self._speculation is not None and self.speculates and self._drawn is not None and not self._prefills
+        timed = self._speculation if self.speculates and self._drawn is not None and not self._prefills else None
         began = perf_counter()
         self._step_decoder(speculate=True)
         self._advance_prefills()
@@ -240,8 +240,8 @@ class Engine:
             positions = [position for position, ahead in self._ahead.items() if self._accept(position, ahead)]
         proposed = sum(len(ahead.draft) for ahead in self._ahead.values())
         self._drop_ahead()
-        if timed and self._speculation is not None:
-            self._speculation.record_time(len(self._rows), proposed, perf_counter() - began)
+        if timed is not None:
+            timed.record_time(len(self._rows), proposed, perf_counter() - began)
         return [*pieces.items()]
 
     def _draw_next(self, positions: Sequence[int]) -> list[tuple[int, str]]:

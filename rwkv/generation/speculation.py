@@ -40,7 +40,7 @@ class Pace:
         self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
         self._pauses = 0
         self._wait = 0                   # tokens until the present pause ends
-        self._numbers: dict[int, int] = {}               # the results of _best() since the last pass; keys: rows
+        self._best_numbers: dict[int, int] = {}               # the results of _best() since the last pass; keys: rows
         self._on_trial = not self._best(1)               # True if the next proposal decides whether the draft resumes
         self._resumed = False            # True for the pass after a successful trial
 
@@ -60,7 +60,7 @@ class Pace:
 
     def record(self, proposed: int, accepted: int, rejected: bool) -> None:
         """Records the outcome of a pass. `rejected` must be True if the row drew a different token than the proposed one."""
-        self._numbers.clear()
+        self._best_numbers.clear()
         failed_trial = self._on_trial and rejected
         self._resumed = self._on_trial and not rejected
         if self._resumed:
@@ -75,15 +75,15 @@ class Pace:
             self._on_trial = True
 
     def _best(self, rows: int) -> int:
-        if rows not in self._numbers:
+        if rows not in self._best_numbers:
             p = self._accepted / self._proposed
             gains = {0: LEAST_GAIN}
             tokens = 1.0
             for k in range(1, self._most + 1):
                 tokens += p ** k
                 gains[k] = tokens / (1 + self._cost.relative(rows, k))
-            self._numbers[rows] = max(gains, key=gains.__getitem__)
-        return self._numbers[rows]
+            self._best_numbers[rows] = max(gains, key=gains.__getitem__)
+        return self._best_numbers[rows]
 
 
 class Speculation:

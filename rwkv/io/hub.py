@@ -41,12 +41,14 @@ QUANTISATION = re.compile(r"(?<![A-Za-z0-9])(?:IQ\d\w*|Q\d\w*|T?BF16|F16|F32|MXF
 WEIGHTS = (".pth", ".safetensors", ".gguf", ".st", ".ckpt", ".bin", ".ggmf")
 TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|rng_state(_\d+)?|training_args)\.(pt|pth|bin)")
 FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path
-MARKS = ("config.json", "adapter_config.json")           # a directory with one of these is a model or adapter
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+MARKS = (CONFIG, ADAPTER_CONFIG)         # a directory with one of these is a model or adapter
 WHOLE = ("model.safetensors", "pytorch_model.bin")       # a directory's file with all weights has one of these names
-ADAPTER = "adapter_"                     # the names of an adapter's files begin with this
-DIRECTORY_WEIGHTS = (*WHOLE, "model.safetensors.index.json", "pytorch_model.bin.index.json", "adapter_model.safetensors",
-                     "adapter_model.bin")        # the preferred file is first
 INDEX = ".index.json"
+INDICES = tuple(name + INDEX for name in WHOLE)
+MODEL_WEIGHTS = (*WHOLE, *INDICES)
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+DIRECTORY_WEIGHTS = (*MODEL_WEIGHTS, *ADAPTER_WEIGHTS)   # the preferred file is first
 BESIDE = (".json", ".jinja", ".txt", ".model", ".md")    # a directory's other files have these suffixes
 
 
@@ -224,7 +226,7 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
         folder, _, file = name.path.rpartition("/")
         if not is_directory(file, {other.rpartition("/")[2] for other in files if other.rpartition("/")[0] == folder}):
             prefix = f"{folder}/" if folder else ""
-            configured = file in WHOLE and prefix + MARKS[0] in files
+            configured = file in WHOLE and prefix + CONFIG in files
             return name.path, [*(_files_beside(files, prefix) if configured else []), *_parts_of(name.path, files)]
         name = name._replace(path=folder)
     prefix = f"{name.path}/" if name.path else ""
@@ -252,7 +254,7 @@ def has_weights(file: str, suffixes: tuple[str, ...] = WEIGHTS) -> bool:
 
 def has_configuration(file: Path) -> bool:
     """Returns True if `file` has all weights of a model, and a config.json is in the same folder."""
-    return file.name in WHOLE and file.is_file() and (file.parent / MARKS[0]).is_file()
+    return file.name in WHOLE and file.is_file() and (file.parent / CONFIG).is_file()
 
 
 def is_directory(file: str, beside: Collection[str]) -> bool:
@@ -260,10 +262,9 @@ def is_directory(file: str, beside: Collection[str]) -> bool:
 
     `beside` are the names of the files in the folder. For an adapter, the weights of a model do not count.
     """
-    of_adapter = file.startswith(ADAPTER)
-    marked = MARKS[of_adapter] in beside and (of_adapter or MARKS[1] not in beside)
-    weights = {name for name in DIRECTORY_WEIGHTS if name.startswith(ADAPTER) == of_adapter}
-    return marked and not file.endswith(INDEX) and weights & {*beside} == {file}
+    if file in ADAPTER_WEIGHTS:
+        return ADAPTER_CONFIG in beside and {*ADAPTER_WEIGHTS} & {*beside} == {file}
+    return file in WHOLE and CONFIG in beside and ADAPTER_CONFIG not in beside and {*MODEL_WEIGHTS} & {*beside} == {file}
 
 
 def model_paths(contents: Contents) -> list[str]:
@@ -274,7 +275,7 @@ def model_paths(contents: Contents) -> list[str]:
 
 
 def _files_beside(files: Iterable[str], prefix: str) -> list[str]:
-    """Returns the files of a directory that are no weights. `prefix` is the directory's path with a slash, or ""."""
+    """Returns a directory's files other than weights. `prefix` is the directory's path with a slash, or ""."""
     inside = {file: file.removeprefix(prefix) for file in files if file.startswith(prefix)}
     return [file for file, name in inside.items() if name.endswith(BESIDE) and not name.endswith(INDEX)
             and ("/" not in name or name.startswith("additional_chat_templates/"))]

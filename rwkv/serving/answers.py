@@ -94,7 +94,7 @@ class Answer:
         self._choices = [_Choice(spec, number, sequence.request.prompt_ids) for number, sequence in enumerate(ticket.sequences)]
         self._complete = False           # all events have arrived
         self._abandoned = False          # the client disconnected before the last event
-        self._silent = True              # no chunk was sent since the last look
+        self._silent = True              # no chunk was sent since the last check
         self._sending = asyncio.Lock()   # two messages must not be sent at once
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -29,8 +29,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 LONGEST_STOP = 256                       # characters
 LONGEST_ERROR = 400                      # characters
 MOST_ROWS = 128                          # most sequences in one request
-MOST_LOGPROBS = 20                       # most likeliest tokens at each token, as in OpenAI's chats
-MOST_ECHO_LOGPROBS = 5                   # the same if the answer also has them at each token of the prompt
+MOST_LOGPROBS = 20                       # most tokens with log-probabilities at each position, as in OpenAI's chats
+MOST_ECHO_LOGPROBS = 5                   # the same with echo, for which the prompt has them too
 MOST_TOOLS = 128                         # most tools in one request
 MOST_NULLS = 8                           # most names of unknown nested fields that are null
 
@@ -540,14 +540,14 @@ def _drop_unknown_null(fields: Any, error: msgspec.ValidationError) -> bool:
     unknown = re.search(r"unknown field `([^`]*)`(?: - at `\$([^`]*)`)?", str(error))
     if unknown is None:
         return False
-    found = [fields]
+    values = [fields]
     for step in re.findall(r"[^.\[]+", unknown[2] or ""):
-        found = [item for value in found for item in _items(value, step)]
+        values = [item for value in values for item in _items(value, step)]
     name = unknown[1]
-    found = [value for value in found if isinstance(value, dict) and value.get(name, name) is None]
-    for value in found:
+    objects = [value for value in values if isinstance(value, dict) and value.get(name, name) is None]
+    for value in objects:
         del value[name]
-    return bool(found)
+    return bool(objects)
 
 
 def _items(value: Any, step: str) -> list[Any]:

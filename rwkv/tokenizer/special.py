@@ -41,13 +41,13 @@ def added_tokens(parsed: JsonMapping) -> list[JsonObject]:
     tokens = parsed.get("added_tokens") or []
     ids = _model_vocabulary(parsed) if tokens else {}
     next_id = len(ids)
-    given: dict[str, int] = {}
+    added: dict[str, int] = {}
     for token in tokens:
         content = token["content"]
-        if content not in given:
-            given[content] = ids.get(content, next_id)
-            next_id = max(next_id, given[content] + 1)
-    return [{**token, "id": given[token["content"]]} for token in tokens]
+        if content not in added:
+            added[content] = ids.get(content, next_id)
+            next_id = max(next_id, added[content] + 1)
+    return [{**token, "id": added[token["content"]]} for token in tokens]
 
 
 def _model_vocabulary(parsed: JsonMapping) -> dict[str, int]:

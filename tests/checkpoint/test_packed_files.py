@@ -271,7 +271,7 @@ def test_conversion_needs_the_memory_of_the_largest_tensor(tmp_path: Path) -> No
     program = PEAK.format(files=[str(source), str(tmp_path / "packed.safetensors")], dtypes=[*ROUND])
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
                              env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert int(process.stdout) < 12 * largest            # what the first conversion leaves is counted too
+    assert max(map(int, process.stdout.split())) < 8 * largest
 
 
 PEAK = """
@@ -284,10 +284,11 @@ from rwkv.tools import convert
 Int4.of(torch.randn(64, 256)), Int8.of(torch.randn(64, 256))
 def peak():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-before = peak()
 for dtype in {dtypes}:
+    Path("/proc/self/clear_refs").write_text("5")        # sets the peak to the present size
+    before = peak()
     convert.main([*{files}, "--dtype", dtype])
-print(peak() - before)
+    print(peak() - before)
 """
 
 SCALE = f"{KEY}.scale"

@@ -95,7 +95,7 @@ def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, 
     several nested dictionaries contain tensors.
     """
     if any(map(_is_weight, content.items())):
-        return {name: value for name, value in content.items() if not _is_of_trainer(name, value)}
+        return {name: value for name, value in content.items() if not _is_trainer_value(name, value)}
     nested = {name: value for name, value in content.items() if isinstance(value, Mapping) and _holds_weights(value)}
     if len(nested) > 1:
         raise CheckpointError(f"{path} has several sets of weights ({', '.join(map(str, nested))}): save each set in its own "
@@ -108,7 +108,7 @@ def _holds_weights(content: Mapping[object, object]) -> bool:
     return any(_is_weight(item) or (isinstance(item[1], Mapping) and _holds_weights(item[1])) for item in content.items())
 
 
-def _is_of_trainer(name: object, value: object) -> bool:
+def _is_trainer_value(name: object, value: object) -> bool:
     """Returns True for a value that a trainer saves beside weights, such as the step or its configuration."""
     has_weights = isinstance(value, Mapping) and _holds_weights(value)
     return isinstance(name, str) and "." not in name and not isinstance(value, Tensor) and not has_weights

@@ -45,10 +45,8 @@ WEIGHTS = "model.safetensors"
 SPECIAL_TOKENS = "special_tokens_map.json"
 WORLD = "rwkv_vocab_v20230424.txt"
 OURS = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
-WHOLE = hub.WHOLE
-INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WHOLE, INDICES = hub.WHOLE, hub.INDICES
 HEADS = ("lm_head.weight", "head.weight")
-ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 QUANTISED = "weights quantised by another program"
 FEATURES = {"quantization_config": QUANTISED, "quantization": QUANTISED, "pruned_heads": "pruned heads",
             "final_logit_softcapping": "capped logits", "rope_scaling": "rotary positions"}
@@ -161,7 +159,8 @@ def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
     config = {**generation_of(outgoing.config).hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **layout),
               **ids, "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch."),
               **({"_name_or_path": outgoing.name} if outgoing.name else {})}
-    texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
+    texts: dict[str, str] = {}
+    tokenizer_config: JsonObject = {}
     if outgoing.card:
         texts[card.FILE] = outgoing.card
     if in_json:
@@ -169,31 +168,28 @@ def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
         parsed = json.loads(tokenizer["definition"])
         end = next((name for name, index in special.vocabulary(parsed).items() if index == ends[0]), None)
         names = {} if end is None else {"bos_token": end, "eos_token": end}
-        texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}, indent=2) + "\n"
+        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     if tokenizer.get("kind") == "world" and outgoing.layout == "transformers-rwkv":
         texts[TOKENIZER] = world_json.to_trie(tokenizer["vocabulary"])
-        texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "RwkvTokenizer", "bos_token": world_json.END,
-                                              "eos_token": world_json.END}, indent=2) + "\n"
+        tokenizer_config = {"tokenizer_class": "RwkvTokenizer", "bos_token": world_json.END, "eos_token": world_json.END}
     elif tokenizer.get("kind") == "world" and outgoing.layout == "official":
         texts[TOKENIZER] = world_json.to_json(tokenizer["vocabulary"])
         names = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), world_json.END)
-        texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names,
-                                              "split_special_tokens": True}, indent=2) + "\n"
+        tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "split_special_tokens": True}
     elif tokenizer.get("kind") == "world":
         texts[WORLD] = tokenizer["vocabulary"]
     if tokenizer.get("kind") == "world" and tokenizer.get(SPECIAL):
-        listed = {str(index): {**special.PLAIN_TOKEN, "content": name, "special": True}
-                  for name, index in tokenizer[SPECIAL].items()}
-        texts[TOKENIZER_CONFIG] = json.dumps(json.loads(texts.get(TOKENIZER_CONFIG, "{}")) | {"added_tokens_decoder": listed})
-    tokens = json.loads(outgoing.texts.get(TOKENIZER_CONFIG, "{}")) | json.loads(texts.get(TOKENIZER_CONFIG, "{}"))
-    texts |= outgoing.texts
-    if tokens:
-        texts[TOKENIZER_CONFIG] = json.dumps(tokens, indent=2) + "\n"
-    options = json.loads(outgoing.texts.get(GENERATION_CONFIG, "{}"))
-    defaults = {**ids, "pad_token_id": ends[0]} if outgoing.layout in ("official", "transformers-rwkv") else {}
-    if defaults or options:
-        texts[GENERATION_CONFIG] = json.dumps({**defaults, **options, **(ids if tokenizer else {})}, indent=2) + "\n"
-    return texts
+        tokenizer_config["added_tokens_decoder"] = {
+            str(index): {**special.PLAIN_TOKEN, "content": name, "special": True} for name, index in tokenizer[SPECIAL].items()}
+    tokenizer_config = json.loads(outgoing.texts.get(TOKENIZER_CONFIG, "{}")) | tokenizer_config
+    generation_config = json.loads(outgoing.texts.get(GENERATION_CONFIG, "{}"))
+    if outgoing.layout in ("official", "transformers-rwkv"):
+        generation_config = {**ids, "pad_token_id": ends[0], **generation_config}
+    if generation_config and tokenizer:
+        generation_config |= ids
+    contents = {CONFIG: config, TOKENIZER_CONFIG: tokenizer_config, GENERATION_CONFIG: generation_config}
+    return {**texts, **outgoing.texts,
+            **{name: json.dumps(content, indent=2) + "\n" for name, content in contents.items() if content}}
 
 
 def _require_ours(path: Path, texts: Mapping[str, str]) -> None:
@@ -232,7 +228,8 @@ def _weights(path: Path) -> Content:
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
         others = sorted(file.name for file in path.iterdir()
-                        if hub.has_weights(file.name, WEIGHT_SUFFIXES) and file.name not in ADAPTERS and file.is_file())
+                        if hub.has_weights(file.name, WEIGHT_SUFFIXES) and file.name not in hub.ADAPTER_WEIGHTS
+                        and file.is_file())
         if shards := [name for name in others if SHARD.fullmatch(name)]:
             raise CheckpointError(f"{path} contains {shards[0]}, but lacks the index of the shards: download "
                                   f"{' or '.join(INDICES)}, too")

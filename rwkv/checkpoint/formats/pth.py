@@ -1,4 +1,4 @@
-"""Reads and writes the official .pth, and defines its suffixes: a dictionary of tensors by name.
+"""Reads and writes the official .pth, a dictionary of tensors by name, and defines its suffixes.
 
 The dictionary may be nested (DeepSpeed's {"module": ...}, {"model": ...}). Also reads Lightning's layout (ckpt.py).
 """

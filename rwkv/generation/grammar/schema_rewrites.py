@@ -87,9 +87,9 @@ def _name_properties(schema: Any, root: Schema) -> Any:
     names = _listed_names(rules.get("propertyNames"), root)
     if names is not None and not rules.get("patternProperties"):
         del rules["propertyNames"]
-        given = rules.get("properties", {})
+        properties = rules.get("properties", {})
         required = [name for name in rules.get("required", ()) if name not in names]
-        rules["properties"] = {**{name: given.get(name, rules.get("additionalProperties", True)) for name in names},
+        rules["properties"] = {**{name: properties.get(name, rules.get("additionalProperties", True)) for name in names},
                                **dict.fromkeys(required, False)}
         rules["additionalProperties"] = False
     for key in {*BY_NAME, *IN_LIST, *ALONE}:
