@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,23 +41,50 @@ def measure_parts(parts: Mapping[str, Callable[[], Report]], file: Path | None) 
     publish(report, file)
 
 
+class ProcessEnded(SystemExit):
+    """A process has ended before it answered."""
+
+
+@contextmanager
+def line_process(command: Sequence[str | Path], environment: Mapping[str, str] | None = None
+                 ) -> Iterator[subprocess.Popen[str]]:
+    """Starts `command` with pipes for send_line and receive_line. Its input is closed at the end of the `with` block."""
+    with subprocess.Popen(command, cwd=hardware.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as process:
+        assert process.stdin is not None
+        try:
+            yield process
+        finally:
+            with suppress(BrokenPipeError):  # the process ended before it read its last request
+                process.stdin.close()
+
+
+def send_line(process: subprocess.Popen[str], line: str) -> None:
+    """Sends a line. If the process has ended, nothing happens here: receive_line raises."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        print(line, file=process.stdin, flush=True)
+
+
+def receive_line(process: subprocess.Popen[str], start: str = "") -> str:
+    """Returns the next line that begins with `start`, skipping the output of libraries. Raises ProcessEnded."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(start):
+            return line
+    command = " ".join(map(str, process.args))           # type: ignore[arg-type]
+    raise ProcessEnded(f"{command} ended with status {process.wait()}")
+
+
 @contextmanager
 def answering_process(command: Sequence[str | Path]) -> Iterator[Callable[[Any], Any]]:
     """Starts `command`, and yields a function that sends a request as a JSON line and returns the answer.
 
-    The process ends with the `with` block.
+    The process ends with the `with` block. The function raises ProcessEnded if the process has ended before.
     """
-    with subprocess.Popen(command, cwd=hardware.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        requests = process.stdin
-        answers = process.stdout
-
+    with line_process(command) as process:
         def ask(request: Any) -> Any:
-            print(json.dumps(request), file=requests, flush=True)
-            return json.loads(answers.readline())
+            send_line(process, json.dumps(request))
+            return json.loads(receive_line(process))
 
-        try:
-            yield ask
-        finally:
-            requests.close()
+        yield ask

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks._gguf import write_q4_k_m
-from benchmarks._main import run_program
+from benchmarks._main import ProcessEnded, line_process, receive_line, run_program, send_line
 from kernels.arguments import Parser, any_sizes, at_least, existing_folder, fraction, path_of, program, sizes_of, some_of
 from kernels.bench.results import UnusableFile, output_file, publish
 from kernels.bench.text import aligned
@@ -119,7 +119,7 @@ def compare(programs: dict[tuple[str, str], list[str]]) -> tuple[list[Row], list
                     elif key in workers:
                         for work, samples in seconds[key].items():
                             samples.append(workers[key].seconds(work))
-                except WorkerEnded as ended:
+                except ProcessEnded as ended:
                     if key[0] == "timemix":
                         raise
                     workers.pop(key, None)
@@ -145,10 +145,6 @@ def _limits(worker: "Worker", seconds: dict[str, float], work: str) -> Row:
     return row
 
 
-class WorkerEnded(SystemExit):
-    """A worker's process has ended before all its works were measured."""
-
-
 class Worker:
     """A process that measures works on request, and is suspended between requests.
 
@@ -159,29 +155,17 @@ class Worker:
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
-        self.header = json.loads(self._line("{"))
+        self.header = json.loads(receive_line(process, "{"))
         self.works: dict[str, int] = self.header["works"]
         process.send_signal(signal.SIGSTOP)
 
     def seconds(self, work: str) -> float:
         """Measures a work, and returns the mean seconds of a call."""
-        assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
-        with suppress(BrokenPipeError):  # then _line raises
-            self._process.stdin.write(f"{TURN_S} {work}\n")
-            self._process.stdin.flush()
-        seconds = float(self._line())
+        send_line(self._process, f"{TURN_S} {work}")
+        seconds = float(receive_line(self._process))
         self._process.send_signal(signal.SIGSTOP)
         return seconds
-
-    def _line(self, start: str = "") -> str:
-        """Returns the next line that begins with `start`, skipping the output of libraries."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(start):
-                return line
-        command = " ".join(self._process.args)           # type: ignore[arg-type]
-        raise WorkerEnded(f"{command} ended with status {self._process.wait()}")
 
 
 @contextmanager
@@ -191,8 +175,7 @@ def worker(command: list[str]) -> Iterator[Worker]:
     timemix's threads spin as in generate.py (kernels/machine/threads.py).
     """
     environment = {"GOMP_SPINCOUNT": threads.SPINS} | os.environ if command[0] == sys.executable else None
-    with subprocess.Popen(command, cwd=hardware.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True) as process:
+    with line_process(command, environment) as process:
         try:
             yield Worker(process)
         finally:
