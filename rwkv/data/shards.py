@@ -20,12 +20,12 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from filelock import AcquireReturnProxy, FileLock, Timeout
 from tqdm import tqdm
 
 from rwkv.data.documents.copies import repeated_share
@@ -36,6 +36,7 @@ from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json
 from rwkv.io.json_types import JsonObject
+from rwkv.io.locked import FOREVER, lock_folder
 from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import SafeSplit, pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -83,7 +84,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        with _lock(folder):
+        with _locked(folder):
             workers = workers or min(os.cpu_count() or 1, MAX_WORKERS)
             manifest = read_manifest(folder) or _write_all(source, tokenizer, LossCounter(tokenizer), folder, workers)
     return manifest
@@ -178,22 +179,33 @@ def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _lock(folder: Path) -> AcquireReturnProxy:
-    """Locks the folder. The operating system releases the lock when the process ends, even if it crashes."""
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Creates the folder, and locks it. If another process holds the lock, says so and waits."""
+    in_use = f"another run is tokenising the same data into {folder}: waiting for that run"
+
+    def unprotected(reason: str) -> None:
+        print(f"files cannot be locked in {folder} ({reason}): make sure that no other run is tokenising the same data",
+              file=sys.stderr)
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "lock")
-        try:
-            return lock.acquire(timeout=0)
-        except Timeout:
-            print(f"another run is tokenising the same data into {folder}: waiting for that run", file=sys.stderr)
-            return lock.acquire()
     except OSError as error:
         raise UserError(cannot_write(folder, error)) from None
+    try:
+        lock = lock_folder(folder, 0, in_use, unprotected)
+    except UserError as waiting:
+        print(waiting, file=sys.stderr)
+        lock = lock_folder(folder, FOREVER, in_use, unprotected)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> JsonObject:
-    for leftover in folder.glob(".*"):   # a killed process may have left temporary files
+    for leftover in folder.glob(".*.*"):         # temporary files of a killed process; not the lock
         leftover.unlink()
     dtype = dtype_of(tokenizer)
     shards = _write_shards(source, tokenizer, counter, folder, dtype, workers)

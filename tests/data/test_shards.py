@@ -303,7 +303,7 @@ def test_an_interrupted_run_leaves_its_finished_shards(library: DataConfig, tmp_
     prepare(library, 16)
     assert shards_in(cache) == shards_in(tmp_path / "whole")
     assert {path: path.stat().st_ino for path in inodes} == inodes
-    assert not list(cache.glob("tokens-*/.*"))
+    assert not list(cache.glob("tokens-*/.*.*")), "no unfinished file"
 
 
 @pytest.mark.programs
@@ -317,6 +317,21 @@ def test_two_runs_may_start_at_once(library: DataConfig, tmp_path: Path) -> None
     assert list(outputs) == [f"{prepare(alone, 16).sizes}\n"] * 2
     assert [str(library.cache_dir) in text for text in errors].count(True) == 1
     assert shards_in(Path(library.cache_dir)) == shards_in(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS])
+def test_a_cache_where_files_cannot_be_locked_is_used(config: DataConfig, tmp_path: Path, error: int,
+                                                      monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    """Some network file systems have no locks: a lock file in their place would remain after a crash."""
+    with_locks = prepare(dataclasses.replace(config, cache_dir=str(tmp_path / "locked")), 8)
+
+    def refuse(*_: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert tokens_of(prepare(config, 8)) == tokens_of(with_locks)
+    assert "cannot be locked" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -335,7 +350,7 @@ def test_a_full_disk_leaves_nothing_half_written(library: DataConfig, monkeypatc
         with pytest.raises(UserError) as error:
             prepare(library, 16)
     assert "data.cache_dir" in str(error.value)
-    assert not list(Path(library.cache_dir).rglob(".*"))
+    assert not list(Path(library.cache_dir).rglob(".*.*"))
     prepared = prepare(library, 16)
     documents = [prepared.tokenizer.encode(text) for text in splits_of(library)[0]]
     assert prepared.train[:].tolist() == [index for document in documents for index in (0, *document)]

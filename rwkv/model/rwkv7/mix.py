@@ -97,7 +97,8 @@ class TimeMix(nn.Module):
         if fuses:
             out, after, v_first = self._fused_mix(x, last_x, before, v_first)
         elif self._can_recompute():
-            out, after, v_first = self._recompute_mix(x, last_x, before, v_first, packing, recompute_x or (lambda: x))
+            recompute_x = (lambda: x) if recompute_x is None else recompute_x
+            out, after, v_first = self._recompute_mix(x, last_x, before, v_first, packing, recompute_x)
         else:
             out, after, v_first = self._plain_mix(x, last_x, before, v_first, packing)
         return out, fused.last_step(x, saved=fuses), after, v_first
@@ -245,7 +246,8 @@ class ChannelMix(nn.Module):
         if packing is not None or not fused.can_fuse(self.key, self.value):
             past, first = (1 - self.x_k,), packing.shift_mask if packing else None
             mixes = fused.token_shift(x, last_x, *past, first=first)
-            with fused.recompute_mixes(recompute_x or (lambda: x), last_x, past, first, mixes):
+            recompute_x = (lambda: x) if recompute_x is None else recompute_x
+            with fused.recompute_mixes(recompute_x, last_x, past, first, mixes):
                 k = self.key(*mixes)
             return fused.squared_relu_linear(self.value, k), fused.last_step(x)
         y = rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight)
