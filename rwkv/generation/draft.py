@@ -25,8 +25,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 WINDOW = 2**15                           # the last tokens of a sequence that an NGram searches
 SHORTEST, LONGEST = 3, 8                 # tokens that must match; most tokens compared to choose among matches
-PROMPT_TOKENS = 128                      # if more tokens are unread, a draft model reads only the last ones
-CHUNK = 64                               # tokens that a draft model reads per call
+MOST_UNREAD = 64                         # if more tokens are unread, a draft model reads only the last ones
 STEP_OVERHEAD = 1.25                     # measured: a 0.1b step takes 0.16 of a 1.5b step's time, with 0.127 of the parameters
 
 
@@ -96,9 +95,8 @@ def continuation(ids: np.ndarray, n: int) -> list[int]:
 class ModelDraft:
     """Proposes the tokens that a smaller model draws.
 
-    The smaller model reads the last PROMPT_TOKENS tokens of the prompt, and then the tokens that the row draws. After a long
-    pause, reading starts again with the row's last PROMPT_TOKENS tokens. Raises UserError if the vocabulary sizes differ, or if
-    CDecoder cannot run the smaller model.
+    The smaller model reads the last MOST_UNREAD tokens of the prompt, and then the tokens that the row draws; after a pause,
+    the last MOST_UNREAD of them. Raises UserError if the vocabulary sizes differ, or if CDecoder cannot run the smaller model.
 
     Args:
         model: the smaller model.
@@ -125,15 +123,11 @@ class ModelDraft:
 
     @torch.inference_mode()
     def propose(self, row: Row, n: int) -> list[int]:
-        """Returns up to n tokens, as Draft.propose does, or [] while more than CHUNK tokens are still unread."""
         reader = self._readers.get(row)
-        if reader is None or reader.is_behind(row.sample.tokens):
-            ids = [*row.known_ids[-PROMPT_TOKENS:], *row.sample.tokens][-PROMPT_TOKENS:]
+        if reader is None:
             decoder = self._decoder.with_state(self._model.empty_state(1))
-            reader = self._readers[row] = _Reader(decoder, ids, len(row.sample.tokens))
+            reader = self._readers[row] = _Reader(decoder, row.known_ids[-MOST_UNREAD:])
         logits = reader.read(row.sample.tokens)
-        if logits is None:
-            return []
         tokens: list[int] = []
         penalties = [row.penalties] if isinstance(row.penalties, Penalties) else None
         for number in row.next_uniform(n):
@@ -150,28 +144,23 @@ class ModelDraft:
 class _Reader:
     """Keeps the draft model's position in one row. Reads the tokens that the row has drawn, and then proposed tokens."""
 
-    def __init__(self, decoder: CDecoder, unread: list[int], drawn: int) -> None:
+    def __init__(self, decoder: CDecoder, prompt: list[int]) -> None:
         self._decoder = decoder
-        self._unread = unread            # ids that the draft model has yet to read
-        self._drawn = drawn              # the number of the row's generated tokens that have been read or are in _unread
+        self._unread = prompt            # ids that the draft model has yet to read
+        self._drawn = 0                  # the number of the row's generated tokens that have been read
         self._ahead: list[int] = []      # proposed tokens that have been read
 
-    def is_behind(self, tokens: list[int]) -> bool:
-        return len(self._unread) + len(tokens) - self._drawn > PROMPT_TOKENS
-
-    def read(self, tokens: list[int]) -> torch.Tensor | None:
-        """Reads at most CHUNK tokens. Returns the logits (1,V) after the row's last token, or None if tokens remain unread."""
-        self._unread += tokens[self._drawn:]
+    def read(self, tokens: list[int]) -> torch.Tensor:
+        """Reads up to the row's last token, and returns the logits (1,V) after it."""
+        unread = self._unread + tokens[self._drawn:]
+        self._unread = []
         self._drawn = len(tokens)
-        pairs = zip(self._ahead, self._unread[:-1], strict=False)        # the last token is always read, to get its logits
+        pairs = zip(self._ahead, unread[:-1], strict=False)              # the last token is always read, to get its logits
         n_right = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
         self._decoder.advance(0, n_right)
         self._decoder.drop_ahead()
         self._ahead = []
-        chunk = self._unread[n_right:n_right + CHUNK]
-        del self._unread[:n_right + CHUNK]
-        logits = self._decoder.read([torch.tensor(chunk, device="cpu")])
-        return None if self._unread else logits
+        return self._decoder.read([torch.tensor(unread[n_right:][-MOST_UNREAD:], device="cpu")])
 
     def read_ahead(self, token: int) -> torch.Tensor:
         """Reads a proposed token, which the row has not drawn yet, and returns the logits (1,V) that follow."""
