@@ -1,7 +1,7 @@
 """Measures speculative decoding on a CPU, as the option draft= does it.
 
     python -m benchmarks.speculation [--shapes L,C,V ...] [--dtypes int8,...] [--json FILE]
-    python -m benchmarks.speculation --draft TEXT CHECKPOINT DRAFT [--dtypes int8,...] [--tokenizer NAME] [--json FILE]
+    python -m benchmarks.speculation --draft TEXT CHECKPOINT DRAFT [--dtypes int8,...] [--tokenizer NAME] [--tokens N]
 
 Without --draft, the program times a pass over 1, 4, 5 or 8 proposed tokens of one sequence, with the logits and the state after
 each token, by default at the 1.5b and 7.2b shapes with random weights. Models of two and four layers are timed alternately, and
@@ -55,7 +55,7 @@ DTYPES = ("bfloat16", "int8", "int4")
 TOKENS = (1, 4, 5, 8)                    # tokens of a pass
 LAYERS = (2, 4)                          # numbers of layers of the timed models
 BUDGET_S = 3.0                           # seconds of each pass
-PROMPT, WRITTEN = 128, 128               # tokens of a prompt, and of its continuation
+PROMPT = 128                             # tokens of a prompt
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -73,6 +73,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtypes", type=some_of(DTYPES), default=DTYPES, metavar="DTYPE,...")
     parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="of checkpoints without one")
     parser.add_argument("--prompts", type=at_least(1), default=10, metavar="N", help="number of pieces of TEXT; default 10")
+    parser.add_argument("--tokens", type=at_least(1), default=128, metavar="N", help="tokens of a continuation; default 128")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     return parser.parse_args(argv)
 
@@ -132,8 +133,8 @@ def measure_draft(args: argparse.Namespace, text: str, path: str, draft_path: st
         if draft_path != NGRAM:
             draft = ModelDraft(RWKV.from_pretrained(draft_path, dtype=dtype), model, tokenizer)
         for temperature in (0.0, 1.0):
-            requests = [Request(ids[start:start + PROMPT], seed, StoppingCriteria(WRITTEN), Sampling(temperature=temperature))
-                        for seed, start in enumerate(starts)]
+            sampling, stopping = Sampling(temperature=temperature), StoppingCriteria(args.tokens)
+            requests = [Request(ids[start:start + PROMPT], seed, stopping, sampling) for seed, start in enumerate(starts)]
             rows.append({"draft": str(draft), "dtype": dtype, "temperature": temperature,
                          **_alternate(model, tokenizer, requests, draft)})
     return rows

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "BUDGET_S", 0.01)
     monkeypatch.setattr(speculation, "PROMPT", 20)
-    monkeypatch.setattr(speculation, "WRITTEN", 30)
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def test_a_draft_beside_none(pair: tuple[str, str, str], capsys: pytest.CaptureF
     text, model, draft = pair
     accepted = {}
     for name in ("ngram", draft):
-        speculation.main(["--draft", text, model, name, "--dtypes", "int8", "--prompts", "2"])
+        speculation.main(["--tokens", "30", "--draft", text, model, name, "--dtypes", "int8", "--prompts", "2"])
         rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
         assert [row["temperature"] for row in rows] == [0, 1]
         accepted[name] = rows[0]["accepted"], rows[0]["tokens per pass"]
@@ -60,4 +59,4 @@ def test_a_draft_that_changed_a_text_would_fail(pair: tuple[str, str, str], monk
 
     monkeypatch.setattr(NGram, "propose", propose)
     with pytest.raises(UserError, match="changes the text"):
-        speculation.main(["--draft", *pair[:2], "ngram", "--dtypes", "int8", "--prompts", "1"])
+        speculation.main(["--tokens", "30", "--draft", *pair[:2], "ngram", "--dtypes", "int8", "--prompts", "1"])
