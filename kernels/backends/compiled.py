@@ -59,5 +59,5 @@ def _scripted(function: Callable[..., Any]) -> Any:
 @contextmanager
 def _no_deprecation_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.")        # a DeprecationWarning, or since torch 2.14 a FutureWarning
         yield

@@ -81,7 +81,7 @@ def test_in_a_mode_the_registered_operator_is_called(double: Function, mode: Cal
         double(x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("call", [
     lambda operator: operator(torch.randn(3).as_subclass(UserTensor)),
     lambda operator: make_fx(operator)(torch.randn(3)),
@@ -138,7 +138,7 @@ def test_jacobians_without_grad_mode(name: str) -> None:
 
 
 @each_operator
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")     # torch's own jvp uses torch.jit
+@pytest.mark.filterwarnings("ignore:.*torch.jit")     # torch's own jvp uses torch.jit
 @pytest.mark.parametrize("transform", [
     lambda operator, k: torch.func.jvp(operator, (k,), (k,)),
     lambda operator, k: torch.func.jacfwd(operator)(k),

@@ -157,7 +157,7 @@ def test_gradients_of_each_sample(generation: str, kernel: str) -> None:
         assert_close(each[name][1], weight.grad, 2e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
 def test_a_trace_is_the_model() -> None:
     """A trace has every layer and operator, and gives the same logits for other tokens."""
     model = small_model("torch_scan")
