@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -92,8 +92,7 @@ class Server:
                 break
         else:
             sys.exit("the server did not start")
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        self.pids = [self.process.pid, *map(int, children)]
+        self.pids = [self.process.pid, *children_of(self.process.pid)]
 
     def signal(self, number: signal.Signals) -> None:
         for pid in self.pids:
@@ -110,6 +109,17 @@ class Server:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
                        % len(content) + content)
         return client
+
+
+def children_of(parent: int) -> list[int]:
+    """Returns the process ids of a process's children. Kernels without CONFIG_PROC_CHILDREN have no file with this list."""
+    children = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):          # the process has ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent:
+                children.append(int(folder.name))
+    return children
 
 
 class LlamaServer(Server):
