@@ -20,42 +20,53 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import serving
 from benchmarks.generation import write_checkpoint
-from benchmarks.gpu_check import PATIENCE, PUBLISHED, Rows
-from kernels.compare import errors, misses
+from benchmarks.gpu_check import PATIENCE, PUBLISHED, SERVER, Rows, not_installed
+from kernels.compare import err_ratio, errors, misses, tolerance
 from kernels.machine.hardware import ROOT
-from kernels.registry import why_not
-from kernels.select import AUTO, folder, select, selectable
+from kernels.registry import load, why_not
+from kernels.select import AUTO, folder, rule, select, selectable
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import ModelConfig, OptimConfig, Sampling, TrainerConfig
-from rwkv.generation.decoder import CDecoder, decoder_of
-from rwkv.generation.engine import Engine
-from rwkv.generation.prefill import prefill
+from rwkv.generation.decoder import CDecoder, Decoder, GpuDecoder, decoder_of
+from rwkv.generation.engine import Engine, generate_batch
+from rwkv.generation.prefill import SHORT_PROMPT, Prefill, advance_all
 from rwkv.generation.request import Request
 from rwkv.generation.sampling import draw_function_on, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import generation
 from rwkv.model.fused import backend as fused_backend
 from rwkv.model.quantized import to_packed
+from rwkv.model.weights_watch import tensors_of
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, Tokenizer
 from rwkv.training.device import dtype_for, set_product_precision
 from rwkv.training.graphs import Replay
-from rwkv.training.task import LanguageModel
-from rwkv.training.trainer import prepare_blocks
+
+if TYPE_CHECKING:
+    from rwkv.training.task import LanguageModel
 
 PAUSE = 4_000_000                        # cycles (2 ms) that the GPU waits while the host launches the timed operations
 SPARE_S = 3.0                            # seconds between a program's limit and its part's deadline
 PROBLEMS = {"wkv7": ((2, 257, 4, 64), (2, 63, 1, 64)), "wkv4": ((3, 257, 96),)}          # shapes of the part `right`
 PER_OPERATION = 500                      # number of timed launches; a stream holds 1,024 before the host waits
+DECODED = {"bfloat16": 5e-2, "int8": 5e-2, "int4": 5e-2, "float16": 1e-2, "float32": 1e-4}      # largest errors of the logits
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {}, {"temperature": 0.0}, {"top_k": 20, "repetition_penalty": 1.2}, {"top_p": 1.0, "min_p": 0.05},
+    {"order": "rwkv", "top_p": 0.7, "presence_penalty": 0.4, "frequency_penalty": 0.4, "penalty_decay": 0.99})
+DECODERS = (("bfloat16", "0.1b"), ("bfloat16", "1.5b"), ("int8", "1.5b"), ("int4", "1.5b"), ("float16", "0.1b"),
+            ("int8", "0.1b"), ("int4", "0.1b"), ("float32", "0.1b"))             # the most common cases first
+SIZES = {"0.1b": (12, 768), "1.5b": (24, 2048), "tiny": (2, 64)}                 # layers and width
+PROMPTS = (1, 32), (1, 512), (8, 512), (1, 4096), (8, 8)                         # prompts and their tokens
 
 
 class Shape(NamedTuple):
@@ -89,8 +100,8 @@ class Way(NamedTuple):
 TRAINED = (Shape("rwkv7", 12, 768, 65536, 8, 1024), Shape("rwkv7", 4, 192, 2048, 8, 128),
            Shape("rwkv7", 24, 2048, 65536, 4, 1024), Shape("rwkv4", 12, 768, 50277, 8, 1024))
 TRIED = (Shape("rwkv7", 2, 64, 256, 2, 16), Shape("rwkv4", 2, 64, 256, 2, 16))           # shapes for --device cpu
-WAYS = (Way("bf16", "bf16-mixed"), Way("bf16, graphs", "bf16-mixed", graphs=True),
-        Way("bf16, unfused", "bf16-mixed", fused=False), Way("float32", "32-true"), Way("tf32", "tf32"))
+WAYS = (Way("bf16", "bf16-mixed"), Way("bf16, graphs", "bf16-mixed", graphs=True), Way("tf32", "tf32"),
+        Way("float32", "32-true"), Way("bf16, unfused", "bf16-mixed", fused=False))
 COMPILED = (Way("bf16, compiled", "bf16-mixed", {"compile": True}),)
 WKV7_SHAPES = (8, 4096, 64, 64), (8, 4096, 12, 64), (8, 1024, 12, 64), (1, 512, 64, 64)
 WKV4_SHAPES = (8, 1024, 768), (8, 8192, 768), (32, 768, 768), (8, 4096, 4096)
@@ -191,32 +202,92 @@ def machine(check: Check) -> None:
 
 
 def kernels_of(op: str, check: Check) -> list[str]:
-    """Returns the operator's kernels that run on this device. The kernel that kernel=auto selects comes first."""
+    """Returns the operator's kernels that run on this device, in the order of kernel=auto, and then the others.
+
+    The list has no kernels that use torch.compile, which would take a minute each.
+    """
     if not check.on_gpu:
         return ["c_v0"]
-    chosen = select(op, AUTO, check.device, torch.bfloat16).name
-    here = [name for name in selectable(op) if name != "reference" and why_not(folder(op, name), name, check.device) is None]
-    return sorted(here, key=lambda name: (name != chosen, name.startswith("taichi"), name))
+    order = rule(op, check.device, torch.bfloat16).order
+    here = [name for name in selectable(op) if name != "reference" and why_not(folder(op, name), name, check.device) is None
+            and not load(folder(op, name), name).REQUIRES.compiled]
+    return sorted(here, key=lambda name: (order.index(name) if name in order else len(order), name.startswith("taichi"), name))
 
 
 def right(check: Check) -> None:
-    for op, shapes in PROBLEMS.items():
-        cases = importlib.import_module(f"kernels.{op}.cases")
-        for shape in shapes if check.on_gpu else shapes[-1:]:
-            for dtype in (torch.float32, torch.bfloat16):
-                inputs = cases.inputs(*shape, dtype=dtype, device=check.device)
-                expected = cases.results(select(op, "reference", check.device), cases.double(inputs))
-                for name in kernels_of(op, check):
-                    about = {"operator": op, "kernel": name, "shape": list(shape), "dtype": str(dtype)}
-                    with check.measuring(**about):
-                        start = time.perf_counter()
-                        ratios = errors(cases.results(select(op, name, check.device), inputs), expected)
-                        check.add(**about, worst=max(ratios.values()), errors=ratios,
-                                  wrong=misses(ratios, cases.tolerance(dtype)), first_call_s=time.perf_counter() - start)
+    """Compares the most used code first: the fused layers and decoding, then the kernels that kernel=auto tries first."""
     for name in ("rwkv7", "rwkv4"):
-        for precision, allowed in (("32-true", 2e-3), ("bf16-mixed", 0.1)):
+        for precision, allowed in (("bf16-mixed", 0.1), ("32-true", 2e-3)):
             with check.measuring(fused=name, precision=precision):
                 _compare_fused_gradients(check, name, precision, allowed)
+    for format, allowed in DECODED.items():
+        for name in ("rwkv7", "rwkv4") if check.on_gpu or format in ("bfloat16", "float32") else ():
+            with check.measuring(decoding=name, dtype=format):
+                _compare_decoding(check, name, format, allowed)
+    for name in ("rwkv7", "rwkv4"):
+        with check.measuring(texts=name):
+            _compare_texts(check, name)
+    names = {op: kernels_of(op, check) for op in PROBLEMS}
+    for chosen in (slice(1), slice(1, None)):
+        for op, shapes in PROBLEMS.items():
+            for shape, dtype in product(shapes if check.on_gpu else shapes[-1:], (torch.bfloat16, torch.float32)):
+                compare_kernels(check, op, names[op][chosen], shape, dtype)
+
+
+def compare_kernels(check: Check, op: str, names: Sequence[str], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Compares kernels of an operator with its reference in float64."""
+    if not names:
+        return
+    cases = importlib.import_module(f"kernels.{op}.cases")
+    inputs = cases.inputs(*shape, dtype=dtype, device=check.device)
+    expected = cases.results(select(op, "reference", check.device), cases.double(inputs))
+    for name in names:
+        about = {"operator": op, "kernel": name, "shape": list(shape), "dtype": str(dtype)}
+        with check.measuring(**about):
+            start = time.perf_counter()
+            operator = select(op, name, check.device)
+            check.add(**about, **compared(operator, cases.results(operator, inputs), expected, dtype),
+                      first_call_s=time.perf_counter() - start)
+
+
+def compared(operator: Any, results: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the errors of a kernel's results for inputs of `dtype`, and those that exceed the kernel's tolerance."""
+    ratios = errors(results, expected)
+    return {"worst": max(ratios.values()), "errors": ratios, "wrong": misses(ratios, tolerance(operator, dtype))}
+
+
+@torch.no_grad()
+def _compare_decoding(check: Check, name: str, format: str, allowed: float) -> None:
+    """Compares decoding steps, and short prompts read in one graph, with the model's formulas for whole sequences."""
+    model = _random_model(check.device, name, 2, 128, 256, format)
+    tokens = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens.to(check.device))[0]
+    decoder = decoder_of(model, model.empty_state(3))
+    steps = torch.stack([decoder.step(tokens[:, t]).clone() for t in range(tokens.shape[1])], 1)
+    ratios = {"steps": err_ratio(steps, expected)}
+    if isinstance(decoder, CDecoder | GpuDecoder):
+        prompts = decoder.with_state(model.empty_state(2)).read([tokens[0], tokens[1, :5]])
+        ratios["prompts"] = err_ratio(prompts, torch.stack([expected[0, -1], expected[1, 4]]))
+    off: dict[str, Any] = {key: ratio for key, ratio in ratios.items() if not ratio <= allowed}
+    if isinstance(decoder, Decoder):
+        off["decoder"] = "PyTorch, without a graph"
+    check.add(decoding=name, dtype=format, decoder=type(decoder).__name__, errors=ratios, wrong=off)
+
+
+@torch.no_grad()
+def _compare_texts(check: Check, name: str) -> None:
+    """Compares generated tokens with those of a CPU: prefill, decoding, sampling and penalties in float32.
+
+    A rounding error may change a token, and then the rest of its sequence, so one sequence in ten may differ.
+    """
+    on_cpu, model = (_random_model(device, name, 2, 128, 256, "float32") for device in ("cpu", check.device))
+    model.load_state_dict(on_cpu.state_dict())
+    prompts = ["The ", "A longer prompt ", "x" * (SHORT_PROMPT + 6), "y", "zz"]
+    seeds = [*range(len(prompts))]
+    texts = [[sample.tokens for options in SAMPLINGS
+              for sample in generate_batch(each, ByteTokenizer(), prompts, 24, seeds, **options)] for each in (on_cpu, model)]
+    different = sum(tokens != expected for expected, tokens in zip(*texts, strict=True))
+    check.add(texts=name, sequences=len(texts[0]), different=different, wrong=10 * different > len(texts[0]))
 
 
 def _compare_fused_gradients(check: Check, name: str, precision: str, allowed: float) -> None:
@@ -254,11 +325,14 @@ def _autocast(check: Check, way: Way) -> torch.autocast:
     return torch.autocast(check.device, dtype, enabled=dtype != torch.float32)
 
 
-def new_task(check: Check, shape: Shape, way: Way) -> LanguageModel:
+def new_task(check: Check, shape: Shape, way: Way) -> "LanguageModel":
     """Returns a training task with normally distributed weights.
 
     The usual initial weights contain many zeros, which are faster to multiply.
     """
+    from rwkv.training.task import LanguageModel  # imported here, because other parts do not need Lightning
+    from rwkv.training.trainer import prepare_blocks
+
     set_product_precision(way.precision, torch.device(check.device))
     torch.manual_seed(0)
     config = ModelConfig(generation=shape.generation, n_layer=shape.L, n_embd=shape.C, ctx_len=shape.T)
@@ -349,26 +423,24 @@ def wkv7_inputs(check: Check, B: int, T: int, H: int, N: int) -> tuple[list[Tens
 
 
 def wkv7(check: Check) -> None:
-    for shape in WKV7_SHAPES if check.on_gpu else ((1, 32, 2, 64),):
-        inputs, grad = wkv7_inputs(check, *shape)
-        for name in kernels_of("wkv7", check):
-            with check.measuring(kernel=name, shape=list(shape)):
-                operator = select("wkv7", name, check.device)
-                _forward_and_backward(check, name, list(shape), lambda op=operator, ins=inputs: op(*ins)[0], inputs, grad)
+    for name, shape in product(kernels_of("wkv7", check), WKV7_SHAPES if check.on_gpu else ((1, 32, 2, 64),)):
+        with check.measuring(kernel=name, shape=list(shape)):
+            operator = select("wkv7", name, check.device)
+            inputs, grad = wkv7_inputs(check, *shape)
+            _forward_and_backward(check, name, list(shape), lambda op=operator, ins=inputs: op(*ins)[0], inputs, grad)
 
 
 def wkv4(check: Check) -> None:
-    for B, T, C in WKV4_SHAPES if check.on_gpu else ((1, 16, 32),):
-        for dtype in (torch.float32, torch.bfloat16):
+    shapes = product(WKV4_SHAPES if check.on_gpu else ((1, 16, 32),), (torch.float32, torch.bfloat16))
+    for name, ((B, T, C), dtype) in product(kernels_of("wkv4", check), shapes):
+        with check.measuring(kernel=name, shape=[B, T, C], dtype=str(dtype)):
+            operator = select("wkv4", name, check.device)
             k, v = (torch.randn(B, T, C, device=check.device, dtype=dtype) for _ in range(2))
             decay = -5 + 8 * torch.rand(C, device=check.device)
             bonus = -1.2 + 0.5 * torch.randn(C, device=check.device)
             leaves = [tensor.requires_grad_() for tensor in (decay, bonus, k, v)]
-            for name in kernels_of("wkv4", check):
-                with check.measuring(kernel=name, shape=[B, T, C], dtype=str(dtype)):
-                    operator = select("wkv4", name, check.device)
-                    _forward_and_backward(check, name, [B, T, C], lambda op=operator, ins=leaves: op(*ins)[0], leaves,
-                                          torch.randn_like(v), dtype=str(dtype))
+            _forward_and_backward(check, name, [B, T, C], lambda op=operator, ins=leaves: op(*ins)[0], leaves,
+                                  torch.randn_like(v), dtype=str(dtype))
 
 
 def _forward_and_backward(check: Check, name: str, shape: list[int], forward: Callable[[], Tensor], inputs: list[Tensor],
@@ -384,27 +456,23 @@ def _forward_and_backward(check: Check, name: str, shape: list[int], forward: Ca
 
 
 def decode(check: Check) -> None:
-    """Measures decoding, the most common cases first.
-
-    Packed weights pay off for large models, so only the large model is measured in int8 and int4. float16 costs as much as
-    bfloat16, so only the small model is measured in float16.
-    """
-    tiny, small, large = ("tiny", 2, 64), ("0.1b", 12, 768), ("1.5b", 24, 2048)
-    sizes = (small, large) if check.on_gpu else (tiny,)
-    for format in ("bfloat16", "int8", "int4", "float16", "float32") if check.on_gpu else ("bfloat16", "float32"):
-        for name, L, C in sizes[-1:] if format.startswith("int") else sizes[:1] if format == "float16" else sizes:
-            about = {"model": name, "dtype": format}
-            with check.measuring(**about):
-                _measure_decoder(check, _random_model(check, L, C, format), about)
-            check._require_life()
+    for format, size in DECODERS if check.on_gpu else (("bfloat16", "tiny"), ("float32", "tiny")):
+        about = {"model": size, "dtype": format}
+        with check.measuring(**about):
+            V = 65536 if check.on_gpu else 256
+            _measure_decoder(check, _random_model(check.device, "rwkv7", *SIZES[size], V, format), about)
+        check._require_life()
 
 
+@torch.no_grad()
 def _measure_decoder(check: Check, model: RWKV, about: dict[str, Any]) -> None:
     options = Sampling(temperature=1.0, top_p=0.8)
-    for B in (1, 8, 64, 512) if check.on_gpu else (1, 2):
+    weights = sum(tensor.nbytes for tensor in tensors_of(model)) - model.emb.weight.nbytes
+    for B in (1, 8, 64, 256, 512) if check.on_gpu else (1, 2):
         with check.measuring(**about, rows=B):
             start = time.perf_counter()
-            decoder = decoder_of(model, model.empty_state(B))
+            state = model.empty_state(B)
+            decoder = decoder_of(model, state)
             draw, _ = draw_function_on(model.emb.weight.device, isinstance(decoder, CDecoder))
             tokens, uniform = torch.zeros(B, dtype=torch.long), torch.rand(B, dtype=torch.float64)
 
@@ -413,31 +481,47 @@ def _measure_decoder(check: Check, model: RWKV, about: dict[str, Any]) -> None:
 
             logits = decoder.step(sample(decoder.step(tokens)))
             row = {"first_tokens_s": time.perf_counter() - start,
-                   "step_ms": milliseconds(check, lambda d=decoder, t=tokens: d.step(t)),
-                   "sampling_ms": milliseconds(check, lambda f=sample, x=logits: f(x)),
-                   "token_ms": milliseconds(check, lambda f=sample, d=decoder, t=tokens: f(d.step(t)))}
-            check.add(**about, rows=B, decoder=type(decoder).__name__, tok_s=1000 * B / row["token_ms"], **row)
+                   "token_ms": milliseconds(check, lambda f=sample, d=decoder, t=tokens: f(d.step(t)), 0.5),
+                   "step_ms": milliseconds(check, lambda d=decoder, t=tokens: d.step(t), 0.3),
+                   "sampling_ms": milliseconds(check, lambda f=sample, x=logits: f(x), 0.3)}
+            check.add(**about, rows=B, decoder=type(decoder).__name__, tok_s=1000 * B / row["token_ms"], **row,
+                      least_gb=(weights + 2 * state.nbytes()) / 1e9)         # bytes that a step must read and write
             del decoder, logits          # frees the decoder's slots for the next batch size
-    for T in (32, 512, 4096) if check.on_gpu else (16,):
-        with check.measuring(**about, prefill=T):
-            ids = torch.zeros(1, T, dtype=torch.long)
-            ms = milliseconds(check, lambda ids=ids: prefill(model, ids), 0.5)
-            check.add(**about, prefill=T, ms=ms, tok_s=1000 * T / ms)
+    decoder = decoder_of(model, model.empty_state(0))
+    for n, T in PROMPTS if check.on_gpu else ((1, 16), (2, 3)):
+        with check.measuring(**about, prompts=n, prefill=T):
+            ms = milliseconds(check, lambda n=n, T=T: _read_prompts(model, decoder, n, T), 0.5)
+            check.add(**about, prompts=n, prefill=T, ms=ms, tok_s=1000 * n * T / ms)
 
 
-def _random_model(check: Check, L: int, C: int, format: str) -> RWKV:
+def _read_prompts(model: RWKV, decoder: Any, n: int, T: int) -> None:
+    """Reads n prompts of T tokens as the engine does: short prompts together."""
+    prompts = [Prefill(model, [1] * T, decoder=None if isinstance(decoder, Decoder) else decoder) for _ in range(n)]
+    if n * T <= SHORT_PROMPT and all(prompt.joinable_tokens for prompt in prompts):
+        advance_all(prompts)
+    for prompt in prompts:
+        while prompt.next_cost:
+            prompt.advance()
+
+
+@torch.no_grad()
+def _random_model(device: str, name: str, L: int, C: int, V: int, format: str) -> RWKV:
+    """Returns a model with random weights, whose logits are of order 1."""
     packed = format.startswith("int")
     dtype = torch.float32 if packed else getattr(torch, format)
-    operator = select("wkv7", AUTO, check.device, dtype)
-    with torch.device(check.device):
-        model = RWKV(ModelConfig(generation="rwkv7", n_layer=L, n_embd=C), 65536 if check.on_gpu else 256, operator)
+    config = ModelConfig(generation=name, n_layer=L, n_embd=C)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = RWKV(config, V, select(generation(config).OPERATOR, AUTO, device, dtype))
     model.requires_grad_(False).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.02)
-            if not name.endswith("w0"):
-                parameter.data = parameter.data.to(dtype)
-    return to_packed(model.cpu(), format, check.device) if packed else model
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=max(parameter.shape) ** -0.5)
+        else:
+            parameter.normal_(std=0.1).add_(1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0)
+        if not key.endswith(model.generation.KEPT_FLOAT32):
+            parameter.data = parameter.data.to(dtype)
+    return to_packed(model.cpu(), format, device) if packed else model
 
 
 def serve(check: Check) -> None:
@@ -449,7 +533,7 @@ def serve(check: Check) -> None:
     serving.write_vocabulary(vocabulary, shape[-1])
     with check.measuring(engine="bfloat16"):
         _engine(check, checkpoint, vocabulary, clients, seconds)
-    if missing := missing_for_server():
+    if missing := not_installed(SERVER):
         check.add(server="bfloat16", skipped=f"not installed: {missing}")
         return
     with check.measuring(server="bfloat16"):
@@ -481,11 +565,6 @@ def _engine(check: Check, checkpoint: Path, vocabulary: Path, texts: Sequence[in
             steps += 1
         check.add(engine="bfloat16", texts=n, prompts_s=read_s, tok_s=n * steps / (time.perf_counter() - start))
 
-
-def missing_for_server() -> str:
-    """Lists the packages of serve.py that are not installed."""
-    needed = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "llguidance")
-    return ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
 
 
 # Programs
@@ -553,7 +632,7 @@ def programs(check: Check) -> None:
     run_program(check, "chat", "chat.py", saved, device, "max_new_tokens=10", text="Hello\n")
     run_program(check, "evaluate", "-m", "rwkv.tools.evaluate", saved, device,
                 f"data.path={ROOT / 'CONTRIBUTING.md'}")
-    if missing := missing_for_server():
+    if missing := not_installed(SERVER):
         check.add(program="serve", skipped=f"not installed: {missing}")
     else:
         with check.measuring(program="serve"):
@@ -626,7 +705,7 @@ def tests(check: Check) -> None:
     run_program(check, "tests of kernels/", "-m", "pytest", *chosen, *marked, "--device", check.device, most=600)
 
 
-PARTS = (machine, right, train, wkv7, decode, serve, wkv4, resume, programs, compiled, shards, peers, tests)
+PARTS = (machine, right, train, decode, wkv7, serve, programs, resume, wkv4, peers, shards, compiled, tests)
 
 
 def main() -> None:

@@ -8,17 +8,18 @@ a line of OUT/results.jsonl, so that a stopped part keeps its measurements. OUT/
 calls with different --only may use the same folder.
 
     machine     rates of matrix products and of a copy; the host's time for one operation
-    right       every kernel, every fused layer and the loss compared with float64, in float32 and bfloat16
+    right       the fused layers, the loss and decoding compared with PyTorch's formulas, generated tokens with those of a CPU,
+                and every kernel with float64
     train       training steps: tokens/s, host time, launches, peak memory, the longest kernels; in bf16-mixed, float32 and
                 tf32, with CUDA graphs, and without the fused layers
-    wkv7        forward and backward of every kernel      wkv4    the same for RWKV-4
     decode      a step for 1 to 512 rows and its tokens drawn, in bfloat16, int8, int4 and float32; prefill
+    wkv7        forward and backward of every kernel      wkv4    the same for RWKV-4
     serve       1, 16 and 64 concurrent requests: by the engine alone, and for clients of serve.py
-    resume      a run resumed from a checkpoint is bit-identical to the uninterrupted run
     programs    train.py, generate.py, chat.py, evaluate and serve.py, as a user calls them
-    compiled    training steps with trainer.compile=true
-    shards      trainer=ddp, trainer=fsdp and activation checkpointing on one GPU
+    resume      a run resumed from a checkpoint is bit-identical to the uninterrupted run
     peers       flash-linear-attention, if it is installed; published rates of other programs are in PUBLISHED
+    shards      trainer=ddp, trainer=fsdp and activation checkpointing on one GPU
+    compiled    training steps with trainer.compile=true
     tests       the tests of kernels/
 
 The exit status is 0 if all parts succeeded and every result is right, 2 without a CUDA device or for a wrong argument, else 1.
@@ -26,6 +27,7 @@ The exit status is 0 if all parts succeeded and every result is right, 2 without
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -59,8 +61,13 @@ PUBLISHED = (                            # rates published by the authors, for o
     {"peer": "Albatross", "decode": "rwkv7 7.2b fp16", "on": "RTX 5090", "tok_s": {"1": 145, "320": 9650, "960": 10250}})
 
 
+TRAINING = ("lightning", "torchdata")
+PROGRAMS = (*TRAINING, "hydra", "omegaconf")
+SERVER = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "llguidance")
+
+
 class Part(NamedTuple):
-    """A part of benchmarks/_gpu_parts.py, with a time limit in seconds.
+    """A part of benchmarks/_gpu_parts.py, with a time limit in seconds and the packages that it requires.
 
     The limits add up to more than the budget, because few parts reach their limit. On a CPU, which may be busy, the limits are
     multiplied by PATIENCE.
@@ -68,11 +75,12 @@ class Part(NamedTuple):
 
     name: str
     limit_s: float
+    packages: tuple[str, ...] = ()
 
 
-PARTS = (Part("machine", 45), Part("right", 80), Part("train", 150), Part("wkv7", 60), Part("decode", 120), Part("serve", 90),
-         Part("wkv4", 40), Part("resume", 90), Part("programs", 120), Part("compiled", 80), Part("shards", 70),
-         Part("peers", 60), Part("tests", 240))
+PARTS = (Part("machine", 40), Part("right", 80), Part("train", 140, TRAINING), Part("decode", 110), Part("wkv7", 50),
+         Part("serve", 80), Part("programs", 100, PROGRAMS), Part("resume", 80, PROGRAMS), Part("wkv4", 40), Part("peers", 60),
+         Part("shards", 60, PROGRAMS), Part("compiled", 80, TRAINING), Part("tests", 240))
 
 
 class Rows:
@@ -111,6 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = Rows(args.out)
     rows.add(part="call", machine=describe(args.device), device=args.device)
     chosen = [part for part in PARTS if not args.only or part.name in args.only]
+    if missing := not_installed([*PROGRAMS, *SERVER]):
+        print(f"not installed: {missing}", flush=True)
     budget = PATIENCE[args.device] * BUDGET_S if args.budget is None else args.budget
     print(f"at most {budget:.0f} s for {', '.join(part.name for part in chosen)}; results go to {rows.path}", flush=True)
     end = time.monotonic() + budget
@@ -124,9 +134,11 @@ def run_part(part: Part, command: list[str], out: Path, device: str, left_s: flo
     """Runs a part within its limit and the remaining seconds, and adds a row with the status of the part."""
     rows = Rows(out)
     limit = min(PATIENCE[device] * part.limit_s, left_s)
-    if limit < LEAST_S:
-        rows.add(part=part.name, status="not started: the budget is spent")
-        print(f"{part.name}: not started, the budget is spent", flush=True)
+    missing = not_installed(part.packages)
+    reason = f"not installed: {missing}" if missing else "the budget is spent" if limit < LEAST_S else ""
+    if reason:
+        rows.add(part=part.name, status=f"not started: {reason}")
+        print(f"{part.name}: not started, {reason}", flush=True)
         return
     start = time.monotonic()
     with (out / LOG).open("ab") as log:
@@ -158,6 +170,11 @@ def run_command(command: list[str], limit_s: float, log: BinaryIO) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def not_installed(packages: Sequence[str]) -> str:
+    """Lists the packages that are not installed."""
+    return ", ".join(package for package in packages if importlib.util.find_spec(package) is None)
 
 
 def report(rows: Rows) -> int:

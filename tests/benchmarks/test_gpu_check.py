@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,9 @@ import torch
 
 from benchmarks import _gpu_parts, gpu_check
 from benchmarks.gpu_check import Part, Rows, run_part
+from kernels.machine.hardware import ROOT
+from kernels.registry import why_not
+from kernels.select import rule
 from rwkv import cli
 from rwkv.config import ChatConfig, EvaluateConfig, GenerateConfig, TrainConfig
 
@@ -64,6 +68,33 @@ def test_a_part_that_fails_shows_the_end_of_its_output(tmp_path: Path, capsys: p
     assert "no such device" in output
     assert "status 3" in output
     assert gpu_check.report(Rows(tmp_path)) == 1
+
+
+def test_a_part_without_its_packages_takes_no_time_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_part(Part("train", 100, ("torch", "no_such_package")), [sys.executable, "-c", "print('well')"], tmp_path, "cpu", 60.0)
+    assert Rows(tmp_path).read() == [{"part": "train", "status": "not started: not installed: no_such_package"}]
+    assert "no_such_package" in capsys.readouterr().out
+
+
+@pytest.mark.programs
+def test_parts_that_do_not_train_need_no_lightning() -> None:
+    """A machine with GPUs often lacks some packages. Their absence must not prevent all measurements."""
+    packages = {*gpu_check.PROGRAMS, *gpu_check.SERVER, "taichi"}
+    program = f"import sys; sys.modules.update(dict.fromkeys({packages!r})); import benchmarks._gpu_parts"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_kernels_of_auto_come_first_and_torch_compile_does_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    why_not.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
+    check = _gpu_parts.Check("wkv4", Rows(tmp_path), "cuda", time.monotonic() + 60, tmp_path)
+    kernels = _gpu_parts.kernels_of("wkv4", check)
+    why_not.cache_clear()
+    first = [name for name in rule("wkv4", "cuda", torch.bfloat16).order if name in kernels]
+    assert "torch_scan" in first
+    assert kernels[:len(first)] == first
+    assert not any(name.startswith("torch_compile") for name in kernels)
 
 
 def test_several_calls_add_up(tmp_path: Path) -> None:
@@ -121,6 +152,9 @@ def test_measurements_on_a_cpu(tmp_path: Path) -> None:
     assert {"c_v0"} == {row["kernel"] for row in lines if "operator" in row}
     compared = {(row["fused"], row["precision"]) for row in lines if "fused" in row}
     assert {("rwkv4", "bf16-mixed"), ("rwkv7", "32-true")} <= compared
+    decoded = {(row["decoding"], row["dtype"]) for row in lines if "decoding" in row}
+    assert {("rwkv4", "bfloat16"), ("rwkv7", "float32")} <= decoded
+    assert {"rwkv4", "rwkv7"} == {row["texts"] for row in lines if "texts" in row}
 
 
 def test_what_others_have_published_stands_beside_the_measurements(tmp_path: Path) -> None:

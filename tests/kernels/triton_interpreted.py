@@ -14,6 +14,7 @@ import test_wkv7 as properties
 import torch
 from triton_interpreter import speed_up_interpreter
 
+from benchmarks import _gpu_parts
 from kernels import registry
 from kernels.compare import err_ratio, errors, misses
 from kernels.softmax import Softmax
@@ -229,6 +230,16 @@ def test_wkv7_in_pieces_and_without_gradients(wkv7: WKV7) -> None:
         y, state = wkv7(*piece, state)
         ys.append(y)
     assert all(err_ratio(*pair) < 5e-6 for pair in zip((torch.cat(ys, 1), state), expected, strict=True))
+
+
+def test_gpu_check_allows_what_a_kernel_rounds() -> None:
+    """With the operator's tolerance, gpu_check would call the state of the default kernel wrong."""
+    inputs = wkv7_cases.inputs(1, 40, 1, 16, dtype=torch.bfloat16)
+    operator = WKV7("triton_v1")
+    results = [wkv7_cases.results(*pair) for pair in ((operator, inputs), (WKV7("reference"), wkv7_cases.double(inputs)))]
+    row = _gpu_parts.compared(operator, *results, torch.bfloat16)
+    assert row["wrong"] == {}
+    assert row["errors"]["state"] > wkv7_cases.tolerance(torch.bfloat16)["state"]
 
 
 def test_a_head_too_large_for_triton_v1_is_refused() -> None:
