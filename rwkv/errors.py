@@ -14,3 +14,10 @@ class UnreadableError(CheckpointError):
 
     Either the system cannot read the file, or the checkpoint's frozen weights, in another file, are missing or have changed.
     """
+
+
+def full_gpu(error: BaseException) -> str | None:
+    """Returns a sentence about a GPU without enough memory if that is torch's error, or None. Does not import torch."""
+    if type(error).__name__ != "OutOfMemoryError":
+        return None
+    return "the GPU has too little free memory: " + "; ".join(str(error).split(". ")[1:3])

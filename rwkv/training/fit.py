@@ -22,7 +22,7 @@ from rwkv.data.loaders import DataModule, require_workers, validation_rows, work
 from rwkv.data.prepare import Corpus
 from rwkv.data.validation import limit_validation
 from rwkv.distributed import log
-from rwkv.errors import UserError
+from rwkv.errors import UserError, full_gpu
 from rwkv.io.json_types import JsonObject
 from rwkv.io.signals import caught_signals
 from rwkv.model.base import generation
@@ -256,6 +256,11 @@ def fit(built: Built, run: Run) -> Result:
         where = error.filename or run.out_dir
         raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}. Fix this error, "
                         f"then {continue_with}") from None
+    except torch.OutOfMemoryError as error:
+        remedy = "start a new run with a smaller data.batch_size= or model.ctx_len="
+        if not run.config.trainer.activation_checkpointing:
+            remedy = f"{continue_with} trainer.activation_checkpointing=true"
+        raise UserError(f"training stopped at step {trainer.global_step}: {full_gpu(error)}. To need less, {remedy}") from None
     except Diverged as error:
         write_report(run.out_dir)
         saved = any((run.out_dir / FOLDER).glob("*.ckpt"))

@@ -5,16 +5,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import small_model
 from programs import PROGRAMS, Run, one_sentence
+from training_runs import SMALL, TEXT
 
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv import cli
 from rwkv.errors import UserError
 from rwkv.training.run.directory import require_unused
+from rwkv.training.task import LanguageModel
+
+FULL_GPU = ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1.20 GiB is "
+            "free. Including non-PyTorch memory, this process has 78.04 GiB memory in use.")
 
 
 @pytest.mark.parametrize(("argument", "message"), [
@@ -183,6 +189,34 @@ def test_a_user_s_mistake_is_its_sentence(error: Exception, capsys: pytest.Captu
     with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
         raise error
     assert (stop.value.code, capsys.readouterr().err) == (cli.USER_ERROR, "error: a\n")
+
+
+def test_a_full_gpu_is_one_sentence_and_another_runtime_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
+        raise torch.OutOfMemoryError(FULL_GPU)
+    assert (stop.value.code, capsys.readouterr().err) == (cli.USER_ERROR, (
+        "error: the GPU has too little free memory: Tried to allocate 20.00 GiB; GPU 0 has a total capacity of 79.25 GiB of "
+        "which 1.20 GiB is free. Use a smaller model, a smaller batch or another dtype\n"))
+    with pytest.raises(RuntimeError, match="illegal"), cli.exit_on_user_error():
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_a_run_on_a_full_gpu_says_how_it_continues(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(task: LanguageModel, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise torch.OutOfMemoryError(FULL_GPU)
+        return task.loss(*batch)
+
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    options = (*SMALL, "kernel=conv1d", "model.n_layer=1", "trainer.checkpoint_every=2", "out_dir=full")
+    with monkeypatch.context() as patch:
+        patch.setattr(LanguageModel, "training_step", fail)
+        status, _, error = run("train", *options)
+    assert status == 2
+    assert "stopped at step 3: the GPU has too little free memory: Tried to allocate 20.00 GiB" in error
+    command = error.splitlines()[-1].partition("continue with: python train.py ")[2].split()
+    assert command[-1] == "trainer.activation_checkpointing=true"
+    assert run("train", *command)[0] == 0
 
 
 @pytest.mark.parametrize(("program", "arguments", "message"), [

@@ -13,7 +13,7 @@ from rwkv.errors import UserError
 from rwkv.model.decoding import triton_step
 from rwkv.programs.serve import _gpu_lines
 from rwkv.serving.engine import worker
-from rwkv.serving.messages import Ready
+from rwkv.serving.messages import Failed, Ready
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 
@@ -72,3 +72,16 @@ def test_the_engine_is_warm_before_it_is_ready() -> None:
     *before, ready = events
     assert isinstance(ready, Ready)
     assert {*before} == {True, False}, "several tokens at once, and one after the other"
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_full_gpu_ends_the_engine_with_a_sentence() -> None:
+    events: list[Any] = []
+
+    def load(config: ServeConfig) -> worker.Loaded:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 4 GiB. Of")
+
+    worker.main(SimpleNamespace(send=events.append), ServeConfig(), load)         # type: ignore[arg-type]
+    (failed,) = events
+    assert failed == Failed("the GPU has too little free memory: Tried to allocate 2.00 GiB; GPU 0 has a total capacity of 4 "
+                            "GiB. Set a smaller max_rows=", True)
