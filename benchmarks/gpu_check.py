@@ -78,7 +78,7 @@ class Part(NamedTuple):
     packages: tuple[str, ...] = ()
 
 
-PARTS = (Part("machine", 40), Part("right", 80), Part("train", 140, TRAINING), Part("decode", 110), Part("wkv7", 50),
+PARTS = (Part("machine", 40), Part("right", 110), Part("train", 140, TRAINING), Part("decode", 110), Part("wkv7", 50),
          Part("serve", 80), Part("programs", 100, PROGRAMS), Part("resume", 80, PROGRAMS), Part("wkv4", 40), Part("peers", 60),
          Part("shards", 60, PROGRAMS), Part("compiled", 80, TRAINING), Part("tests", 240))
 
