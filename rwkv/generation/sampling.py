@@ -34,6 +34,8 @@ from rwkv.errors import UserError
 from rwkv.model.decoding.c_step import token_sampler
 
 BLOCK = 512                              # tokens per partial sum of probabilities
+# Bytes per row and token on a GPU: 4 copies of the logits, triton_v0's list, and PenaltyTable with up to twice as many rows
+GPU_BYTES = 4 * 4 + 8 + 2 * 9
 SHORTLIST = 256                          # candidates sorted first, because sorting a whole vocabulary takes milliseconds
 
 

@@ -135,14 +135,15 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
     import torch
 
     from rwkv.generation.prefill import chunks_on
+    from rwkv.generation.sampling import GPU_BYTES
     from rwkv.model.base import state_nbytes
     from rwkv.model.decoding import triton_step
 
     if device == "cpu":
         return []
     rows, graphs = config.max_rows, triton_step.why_not(model) is None
-    size = (triton_step.step_of(model).nbytes_for(rows) if graphs else
-            rows * (state_nbytes(model.config) + 4 * model.vocab_size)) * (1 + copies)
+    size = triton_step.step_of(model).nbytes_for(rows) if graphs else rows * (state_nbytes(model.config) + 4 * model.vocab_size)
+    size = (size + rows * GPU_BYTES * model.vocab_size) * (1 + copies)
     free, total = torch.cuda.mem_get_info()
     if size > free:
         raise UserError(f"max_rows={rows} requires {size / MIB:,.0f} MiB of GPU memory besides the weights, but only "

@@ -16,8 +16,10 @@ from kernels.draw import Draw
 from rwkv.config import Sampling
 from rwkv.generation.logprobs import logprobs
 from rwkv.generation.sampling import (
+    GPU_BYTES,
     SHORTLIST,
     Penalties,
+    PenaltyTable,
     adjust_logits,
     distribution,
     next_tokens,
@@ -312,3 +314,11 @@ def test_a_draw_is_where_the_cumulative_sum_exceeds_the_number(N: int) -> None:
     expected = torch.searchsorted(cumulative, (uniform * cumulative[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
     assert torch.equal(pick(probabilities, uniform), expected)
     assert (probabilities.gather(-1, expected.unsqueeze(-1)) > 0).all()
+
+
+def test_the_penalties_of_a_gpu_take_no_more_memory_than_the_plan_states() -> None:
+    table = PenaltyTable(100, torch.device("cpu"))
+    for rows in range(1, 10):
+        table.slot()
+        assert table._counts.nbytes + table._flags.nbytes <= 18 * 100 * rows
+    assert GPU_BYTES > 18

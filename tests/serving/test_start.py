@@ -10,6 +10,7 @@ from models import small_model
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
+from rwkv.generation.sampling import GPU_BYTES
 from rwkv.model.decoding import triton_step
 from rwkv.programs.serve import _gpu_lines
 from rwkv.serving.engine import worker
@@ -43,7 +44,10 @@ def test_on_a_gpu_the_plan_has_its_memory_the_concurrency_and_the_warm_up(copies
     expected = step.nbytes_for(20)
     step.grow(20 + triton_step.SPARE_SLOTS)
     assert step.nbytes() == expected
-    gpu((1 + copies) * expected - 1)
+    needed = (1 + copies) * (expected + 20 * GPU_BYTES * model.vocab_size)
+    gpu(needed)
+    _gpu_lines(model, ServeConfig(max_rows=20), copies, "cuda")
+    gpu(needed - 1)
     with pytest.raises(UserError, match="set a smaller max_rows"):
         _gpu_lines(model, ServeConfig(max_rows=20), copies, "cuda")
 
