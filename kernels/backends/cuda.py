@@ -114,13 +114,27 @@ def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
 
 
 def why_not() -> str | None:
-    """Returns what is missing, with the remedy, if NVRTC or the driver cannot be loaded, otherwise None."""
+    """Returns what is missing, with the remedy, if NVRTC or the driver cannot be loaded, or NVRTC does not know the GPU."""
     try:
         _nvrtc()
         _driver()
     except KernelUnavailable as error:
         return error.reason
-    return None
+    return _why_unknown(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+
+
+def _why_unknown(major: int, minor: int) -> str | None:
+    """Returns why NVRTC cannot compile for a GPU of this compute capability, or None."""
+    number = ctypes.c_int()
+    _nvrtc().nvrtcGetNumSupportedArchs(ctypes.byref(number))
+    supported = (ctypes.c_int * number.value)()
+    _nvrtc().nvrtcGetSupportedArchs(supported)
+    arch = 10 * major + minor
+    if arch in supported:
+        return None
+    return (f"NVRTC {compiler_version()} compiles for compute capabilities {min(supported) / 10} to {max(supported) / 10}, but "
+            f"this GPU has {arch / 10}: install nvidia-cuda-nvrtc of {'an earlier' if arch < min(supported) else 'a later'} "
+            "CUDA version")
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ cache of kernels/backends/cuda.py are tested as well.
 
 import contextlib
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -135,6 +136,19 @@ def test_what_cannot_be_compiled_is_shown(source: Source, nvrtc: str) -> None:
     source.path.write_text('extern "C" __global__ void broken(float* x) { x[0] = y; }')
     with pytest.raises(KernelUnavailable, match=r'(?s)small\.cu for sm_80: .*identifier "y" is undefined'):
         compile_cubin(source, "sm_80")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(("capability", "words"), [((5, 2), "this GPU has 5.2: .* an earlier"), ((99, 0), "99.0: .* a later")])
+def test_a_gpu_that_nvrtc_does_not_know_leaves_auto_another_kernel(capability: tuple[int, int], words: str,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, auto chose a CUDA kernel, and the run ended when it was compiled."""
+    monkeypatch.setattr(cuda, "_driver", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert cuda.why_not() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert re.search(words, cuda.why_not() or "")
 
 
 def test_without_nvrtc_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
