@@ -43,11 +43,10 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
     with torch.cuda.device_of(logits):
         _draw[(rows,)](logits, to_device(uniform.double(), logits.device), drawn, numbers, ids, logits.stride(0), V, listed,
                        _float32(1 / _float32(filters.temperature)), top_k, _float32(filters.top_p), _float32(filters.min_p),
-                       FILTERED=filtered,
-                       TOP_K=top_k > 0, IN_ORDER=bool(top_k or filters.top_p < 1),
-                       FILTERS_FIRST=filtered and filters.filters_first, BLOCK=block,
-                       PARTS=triton.next_power_of_2(triton.cdiv(V, PART)), LISTED=min(LISTED, block), PART=PART, num_warps=8,
-                       enable_fp_fusion=True)
+                       FILTERED=filtered, TOP_K=top_k > 0, IN_ORDER=bool(top_k or filters.top_p < 1),
+                       FILTERS_FIRST=filtered and filters.filters_first, ALIGNED=V % 16 == logits.stride(0) % 16 == 0,
+                       BLOCK=block, PARTS=triton.next_power_of_2(triton.cdiv(V, PART)), LISTED=min(LISTED, block), PART=PART,
+                       num_warps=8, enable_fp_fusion=True)
     return drawn
 
 
@@ -333,11 +332,17 @@ def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
     return tl.where(token < 2147483647, token, last)
 
 
-@triton.jit(do_not_specialize=["top_k"])  # 1 and multiples of 16 would be compiled separately
+@triton.jit(do_not_specialize=["top_k", "stride"])       # 1 and multiples of 16 would be compiled separately
 def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_temperature, top_k, top_p, min_p,
-          FILTERED: tl.constexpr, TOP_K: tl.constexpr, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
-          PARTS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):
+          FILTERED: tl.constexpr, TOP_K: tl.constexpr, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr,
+          ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):
+    """Draws one token. ALIGNED means that V and stride are multiples of 16.
+
+    Otherwise one compilation serves a slice of wider logits and copies of the slice, which have different strides.
+    """
     number = tl.program_id(0).to(tl.int64)
+    if ALIGNED:
+        stride = tl.multiple_of(stride, 16)
     row = logits + number * stride
     numbers += number * listed
     ids += number * listed

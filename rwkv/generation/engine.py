@@ -190,8 +190,9 @@ class Engine:
 
         On a GPU, this also captures the CUDA graphs for up to `rows` rows, and runs every sampling kernel once.
         """
-        budget, longest, _ = self._chunks
-        for tokens in (budget, longest, budget - 1, 1):  # kernels may treat short, odd and one-token chunks differently
+        longest, budget, _ = self._chunks
+        # kernels may treat short, odd and one-token chunks differently, and a chunk that continues from a state
+        for tokens in (longest + 1, budget, longest - 1, 1):
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
         engine = Engine(self._model, self._tokenizer, draft=self._draft)         # has no cache, so that nothing is stored
         for n_logprobs in (None, 1):     # runs steps with one row, and then with two

@@ -567,3 +567,18 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def assert_close(actual: PrefillResult, expected: PrefillResult) -> None:
     torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-5)
     assert_same_state(actual.state, expected.state)
+
+
+def test_a_warm_up_also_continues_from_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the mixes of a chunk after a state are another compilation, which the first long prompt would wait for."""
+    model = small_model("reference", vocab_size=256, n_layer=1)
+    continued = []
+    plain = RWKV.prefill
+
+    def recorded(model: RWKV, ids: torch.Tensor, state: Any = None) -> Any:
+        continued.append(state is not None)
+        return plain(model, ids, state)
+
+    monkeypatch.setattr(RWKV, "prefill", recorded)
+    Engine(model, ByteTokenizer()).warm_up()
+    assert {*continued} == {False, True}

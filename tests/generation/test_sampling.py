@@ -1,5 +1,6 @@
 """Tests of drawing the next token: which tokens can come, how often, and in which order the options act."""
 
+import importlib.util
 import math
 from dataclasses import replace
 from typing import Any
@@ -322,3 +323,24 @@ def test_the_penalties_of_a_gpu_take_no_more_memory_than_the_plan_states() -> No
         table.slot()
         assert table._counts.nbytes + table._flags.nbytes <= 18 * 100 * rows
     assert GPU_BYTES > 18
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_one_compilation_draws_from_a_slice_of_wider_logits_and_from_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may have more tokens than its tokenizer. A server compiled the kernel again for the first group of rows."""
+    from triton.runtime.jit import JITFunction
+
+    from kernels.draw import NO_BIAS, Filters, triton_v0
+
+    variants = set()
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
+        specialised = [(arg == 1, arg % 16 == 0) for param, arg in zip(kernel.params, args, strict=False)
+                       if isinstance(arg, int) and not param.do_not_specialize]
+        variants.add((*specialised, *constants.items()))
+
+    monkeypatch.setattr(JITFunction, "run", record)
+    wide = torch.zeros(2, 96)
+    for logits in (wide[:, :70], wide[:, :70].contiguous()):
+        triton_v0.draw(logits, torch.zeros(2), Filters(), NO_BIAS)
+    assert len(variants) == 1
