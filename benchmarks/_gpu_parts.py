@@ -20,7 +20,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import count, islice, product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +40,9 @@ from rwkv.config import ModelConfig, OptimConfig, Sampling, TrainerConfig
 from rwkv.generation.decoder import CDecoder, Decoder, GpuDecoder, decoder_of
 from rwkv.generation.engine import Engine, generate_batch
 from rwkv.generation.prefill import SHORT_PROMPT, Prefill, advance_all
+from rwkv.generation.prefix_cache import PrefixCache
 from rwkv.generation.request import Request
+from rwkv.generation.row import Row
 from rwkv.generation.sampling import draw_function_on, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import generation
@@ -66,6 +68,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 DECODERS = (("bfloat16", "0.1b"), ("bfloat16", "1.5b"), ("int8", "1.5b"), ("int4", "1.5b"), ("float16", "0.1b"),
             ("int8", "0.1b"), ("int4", "0.1b"), ("float32", "0.1b"))             # the most common cases first
 SIZES = {"0.1b": (12, 768), "1.5b": (24, 2048), "tiny": (2, 64)}                 # layers and width
+SHORT = 32                               # tokens of a short answer
 PROMPTS = (1, 32), (1, 512), (8, 512), (1, 4096), (8, 8)                         # prompts and their tokens
 
 
@@ -569,7 +572,24 @@ def _engine(check: Check, checkpoint: Path, vocabulary: Path, texts: Sequence[in
             engine.step()
             steps += 1
         check.add(engine="bfloat16", texts=n, prompts_s=read_s, tok_s=n * steps / (time.perf_counter() - start))
+    check.add(engine="bfloat16", texts=max(texts), answers=SHORT,
+              tok_s=_rate_of_short_answers(Engine(model, tokenizer, PrefixCache()), max(texts), seconds))
 
+
+def _rate_of_short_answers(engine: Engine, n: int, seconds: float) -> float:
+    """Returns the tokens/s of n sequences, each replaced at its end. The cache moves their states to host memory."""
+    rows: list[Row] = []
+    seeds = count()
+    tokens = 0
+    start = time.perf_counter()
+    while time.perf_counter() < start + seconds:
+        tokens += sum(len(row.sample.tokens) for row in rows if not row.unfinished)
+        rows = [row for row in rows if row.unfinished]
+        for seed in islice(seeds, n - len(rows)):        # each sequence has its own prompt
+            rows.append(engine.add(Request(f"{serving.PROMPT}{seed} ", seed, StoppingCriteria(SHORT),
+                                           Sampling(temperature=1, top_p=0.8, banned=(0,)))))
+        engine.step()
+    return tokens / (time.perf_counter() - start)
 
 
 # Programs
