@@ -277,9 +277,15 @@ def _compare_decoding(check: Check, name: str, format: str) -> None:
         prompts = decoder.with_state(model.empty_state(2)).read([tokens[0], tokens[1, :5]])
         ratios["prompts"] = err_ratio(prompts, torch.stack([expected[0, -1], expected[1, 4]]))
     off: dict[str, Any] = {key: ratio for key, ratio in ratios.items() if not ratio <= DECODED[format]}
-    if isinstance(decoder, Decoder):
-        off["decoder"] = "PyTorch, without a graph"
+    if check.on_gpu and not (isinstance(decoder, GpuDecoder) and _replays_graphs(decoder)):
+        off["decoder"] = "launches operations one by one"
     check.add(decoding=name, dtype=format, decoder=type(decoder).__name__, errors=ratios, wrong=off)
+
+
+def _replays_graphs(decoder: GpuDecoder) -> bool:
+    """Returns True if all steps so far were replays of CUDA graphs."""
+    replays = decoder._step._graphs.values()
+    return all(isinstance(getattr(replay, "__self__", None), torch.cuda.CUDAGraph) for replay in replays)
 
 
 @torch.no_grad()

@@ -1,0 +1,34 @@
+"""Tests the capture of CUDA graphs with a fake torch.cuda."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.backends.graphs import capture
+
+
+def test_a_capture_that_fails_leaves_the_launches_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nothing could be generated on a GPU where a capture is impossible, as with CUDA_LAUNCH_BLOCKING=1."""
+    streams = ["default"]
+
+    @contextmanager
+    def graph(*_: Any, **__: Any) -> Iterator[None]:
+        streams.append("of the capture")
+        yield
+        raise torch.AcceleratorError("operation not permitted when stream is capturing\nmore")
+
+    cuda = SimpleNamespace(device=lambda device: nullcontext(), synchronize=lambda: None, Stream=lambda: None, graph=graph,
+                           CUDAGraph=lambda: SimpleNamespace(replay=lambda: None), set_stream=streams.append,
+                           current_stream=lambda: streams[-1])
+    monkeypatch.setattr(torch, "cuda", cuda)
+    launches: list[int] = []
+    with pytest.warns(UserWarning, match="one by one.*operation not permitted when stream is capturing$"):
+        replay = capture(lambda: launches.append(1), torch.device("cuda"))
+    assert streams[-1] == "default"
+    before = len(launches)
+    replay()
+    assert len(launches) == before + 1
