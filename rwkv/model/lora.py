@@ -19,18 +19,18 @@ from rwkv.model.base import Model, generation, is_linear_weight
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import product_backward, product_dtype, squared_relu, squared_relu_backward
 from rwkv.model.hooks import is_unmodified
-from rwkv.model.quantized import Int4Linear, Int8Linear
+from rwkv.model.quantized import Int4Linear, Int8Linear, PackedLinear
 
 
 class LoraLinear(nn.Module):
     """A linear layer with an adapter. Computes base(x) + alpha / rank B A dropout(x), (...,out), from x (...,in).
 
-    `base` is an Int8Linear, an Int4Linear, or an nn.Linear without a bias.
+    `base` is an Int8Linear, an Int4Linear, a PackedLinear, or an nn.Linear without a bias.
     """
 
     def __init__(self, base: nn.Module, out_features: int, rank: int, alpha: float, dropout: float) -> None:
         super().__init__()
-        assert isinstance(base, (nn.Linear, Int8Linear, Int4Linear))
+        assert isinstance(base, (nn.Linear, Int8Linear, Int4Linear, PackedLinear))
         self.base, self.scale = base, alpha / rank
         self.lora_A = nn.Linear(base.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, out_features, bias=False)

@@ -187,6 +187,13 @@ class PackedLinear(_PackedWeight):
     Only weights are rounded to integers. Products are in bfloat16, and unpack a block of rows of W at a time.
     """
 
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
+        """Moves the packed weight to the device to which `function`, an argument of nn.Module's methods, moves tensors."""
+        device = function(torch.empty(0, device=self.packed.weight.device)).device
+        if device != self.packed.weight.device:
+            self.packed = self.packed.map(lambda tensor: tensor.to(device))
+        return super()._apply(function, recurse)
+
     def forward_rows(self, rows: Tensor) -> Tensor:
         return torch.cat([F.linear(rows.bfloat16(), part) for part in self.row_blocks(torch.bfloat16)], dim=1).to(rows.dtype)
 
@@ -334,16 +341,17 @@ def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:
 
 @torch.no_grad()
 def to_packed(model: M, format: str, device: torch.device | str, packed: Mapping[str, Packed] = MappingProxyType({}),
-              later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
+              later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), head: bool = True,
+              replaced: Callable[[str], object] = lambda name: None) -> M:
     """Converts the linear layers of a model on a CPU to int8 or int4, one at a time, and moves the model to a GPU.
 
-    `format` is "int8" or "int4"; `packed` and `later` are the arguments of to_int8.
+    `format` is "int8" or "int4"; the other arguments are those of to_int8.
     """
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
         matrix = packed.get(f"{name}.weight") or FORMATS[format].of(read())
         return PackedLinear(cast(Int8 | Int4, matrix.map(lambda tensor: tensor.contiguous().to(device))))
 
-    return _replace_linear_layers(model, make_layer, later, True, lambda name: None).to(device)
+    return _replace_linear_layers(model, make_layer, later, head, replaced).to(device)
 
 
 def _replace_linear_layers(model: M, make_layer: Callable[[str, Callable[[], Tensor]], nn.Module],

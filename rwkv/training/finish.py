@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from rwkv import cli, report
@@ -37,23 +38,26 @@ class Result(NamedTuple):
     comparison_lines: list[str]
 
 
-def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus, result: Result) -> None:
+def write_results(run: Run, task: LanguageModel, data: Corpus, validated: Corpus, result: Result, device: torch.device) -> None:
     """Writes the tuned files, the card and the report, and prints the losses and a sample.
 
-    `validated` is the data with the part of the validation split that validation uses.
+    Args:
+        validated: the data with the part of the validation split that validation uses.
+        device: the device of the run. At the end of training, Lightning has moved the model to the CPU.
     """
     config = run.config
     trained = {name: full_tensor(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
                config.tune.method != "full"}
     if rank() == 0:
-        model = task.model if config.tune.method != "state" else trained_model(task, config.trainer.strategy, run.out_dir)
+        model = task.model if config.tune.method != "state" else trained_model(
+            task, config.trainer.strategy, run.out_dir, torch.device("cpu"))
         for path in write_tuned(model, trained, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")
     log_losses(result, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
     if rank() == 0:
         write_card(run, data, result.metrics, result.comparison_lines)
     write_report(run.out_dir)
-    show_sample(task, data.tokenizer, config, run.out_dir)
+    show_sample(task, data.tokenizer, config, run.out_dir, device)
 
 
 def log_losses(result: Result, data: Corpus, part: str | None = None) -> None:
@@ -89,16 +93,16 @@ def write_report(out_dir: Path) -> None:
         log(f"cannot write the report: {error!r}")
 
 
-def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
+def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path, device: torch.device) -> None:
     """Prints a sample on standard output, and the command for more samples on standard error. An error is only printed."""
     if rank() > 0:
         return
-    model = trained_model(task, config.trainer.strategy, out_dir).eval()
     log("\nsample:")
     prompt = config.data.sample_prompt
     with redirect_stdout(discard_when_unread(sys.stdout)):
         print(escape_controls(prompt, sys.stdout), end="")
         try:
+            model = trained_model(task, config.trainer.strategy, out_dir, device).eval()
             for piece in generate(model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
                 print(escape_controls(piece, sys.stdout), end="", flush=True)
         except Exception as error:
@@ -110,13 +114,16 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     log(f"\nmore: {more}")
 
 
-def trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
-    """Returns the trained model, which with trainer=fsdp is read from the last checkpoint, because the weights are sharded."""
+def trained_model(task: LanguageModel, strategy: str, out_dir: Path, device: torch.device) -> Model:
+    """Returns the trained model on `device`.
+
+    With trainer=fsdp the model is read from the last checkpoint, because the weights are sharded.
+    """
     if strategy != "fsdp":
-        return task.model
+        return task.model.to(device)
     checkpoint = read_checkpoint(out_dir / LAST)
-    weights = checkpoint.tensors("float32", str(task.device), mmap=True)
+    weights = checkpoint.tensors("float32", str(device), mmap=True)
     model = Model.with_weights(task.model.config, task.model.operator, weights)
     if checkpoint.time_states:
-        model.set_time_states([state.get().to(task.device) for state in checkpoint.time_states])
+        model.set_time_states([state.get().to(device) for state in checkpoint.time_states])
     return model

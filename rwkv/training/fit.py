@@ -197,7 +197,7 @@ def new_task(prepared: Prepared) -> LanguageModel:
     """Returns the LightningModule with the model, the model's initial weights and the settings of the optimiser."""
     run, config, data, validated = prepared.run, prepared.run.config, prepared.data, prepared.validated
     lightning.seed_everything(config.seed, verbose=False)
-    model = new_model(config.model, run.init_checkpoint, data.tokenizer, prepared.operator, config.tune)
+    model = new_model(config.model, run.init_checkpoint, data.tokenizer, prepared.operator, config.tune, prepared.device)
     model = prepare_blocks(model, config.trainer)
     model.returns_free_memory = returns_free_memory(config, prepared.needs.memory)
     if prepared.use_graphs:
@@ -286,4 +286,4 @@ def _run_lightning(built: Built, run: Run) -> None:
 def finish(prepared: Prepared, task: LanguageModel, result: Result) -> None:
     """Writes and prints the run's results."""
     give_back_free_blocks()
-    write_results(prepared.run, task, prepared.data, prepared.validated, result)
+    write_results(prepared.run, task, prepared.data, prepared.validated, result, prepared.device)

@@ -23,7 +23,7 @@ from rwkv.io.lines import escape_controls
 from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.lora import add_adapters
 from rwkv.model.operators import operator_for, size_for
-from rwkv.model.quantized import BFloat16Linear, to_bfloat16, to_int4, to_int8
+from rwkv.model.quantized import BFloat16Linear, to_bfloat16, to_int4, to_int8, to_packed
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for
 from rwkv.training.memory.capacity import needs_here, require_capacity
@@ -64,18 +64,19 @@ def show_conversations(data: Corpus) -> None:
 
 
 def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Operator,
-              tune: TuneConfig | None = None) -> Model:
-    """Returns a model to train, with initial weights or with the weights of `init_checkpoint`.
+              tune: TuneConfig | None = None, device: torch.device | str = "cpu") -> Model:
+    """Returns a model to train, on the CPU, with initial weights or with the weights of `init_checkpoint`.
 
     Args:
         config: the sizes. Given init_checkpoint, all sizes except ctx_len must be those of the file.
         tune: the tuning options. None trains all weights.
+        device: the device of the run, for which frozen matrices are packed.
     """
     if init_checkpoint is None:
         return Model(config, tokenizer.vocab_size, wkv).init_weights()
     if tune is None or tune.method == "full":
         return Model.with_weights(config, wkv, init_checkpoint.tensors("float32"))
-    model = _frozen_model(config, wkv, init_checkpoint, tune.base)
+    model = _frozen_model(config, wkv, init_checkpoint, tune.base, torch.device(device).type)
     if tune.method == "lora":
         add_adapters(model, tune.modules, tune.rank, tune.alpha, tune.dropout)
     else:
@@ -84,8 +85,10 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
     return model
 
 
-def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, base: str) -> Model:
+def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, base: str, device: str) -> Model:
     """Returns the frozen model with the blocks' matrices in the dtype `base`. Each conversion frees memory before the next.
+
+    `device` is the type of the run's device. The layers in int8 and int4 for a CPU cannot compute on a GPU.
 
     With base float32, the embedding and the head keep the dtype of the file: conversion to float32 would not make bfloat16
     weights more exact, and the head's product converts the weights in chunks. The other bases round the embedding to bfloat16,
@@ -112,6 +115,8 @@ def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, ba
         model.head.weight.data = model.head.weight.float()
     if base == "float32":
         return model
+    if device == "cuda":
+        return to_packed(model, base, "cpu", head=False, replaced=free_file_pages)
     if base == "int4":
         return to_int4(model, head=False, replaced=free_file_pages)
     return to_int8(model, head=False, replaced=free_file_pages, in_c=False)

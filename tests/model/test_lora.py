@@ -11,11 +11,22 @@ from torch import Tensor
 from kernels.matvec import Int4
 from rwkv.errors import UserError
 from rwkv.model.lora import LoraLinear, add_adapters, merge_adapter
-from rwkv.model.quantized import BFloat16Linear, Int4Linear, Int8Linear, to_bfloat16, to_int4, to_int8
+from rwkv.model.quantized import (
+    BFloat16Linear,
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    to_bfloat16,
+    to_int4,
+    to_int8,
+    to_packed,
+)
 from rwkv.pretrained import RWKV
 
 ROUNDING: dict[str, Callable[..., RWKV]] = {
-    "bfloat16": to_bfloat16, "int8": lambda model: to_int8(model, head=False), "int4": lambda model: to_int4(model, head=False)}
+    "bfloat16": to_bfloat16, "int8": lambda model: to_int8(model, head=False), "int4": lambda model: to_int4(model, head=False),
+    "int8 for a GPU": lambda model: to_packed(model, "int8", "cpu", head=False),
+    "int4 for a GPU": lambda model: to_packed(model, "int4", "cpu", head=False)}
 
 
 def adapted_model(generation: str, modules: tuple[str, ...] = (), **options: float) -> RWKV:
@@ -160,10 +171,20 @@ def test_gradients_reach_adapters_through_frozen_weights_in_other_dtypes(generat
     exact = small_model(generation=generation, n_embd=32).requires_grad_(False)
     exact.emb.weight.data = model.emb.weight.float()
     for name, layer in model.named_modules():
-        if isinstance(layer, (BFloat16Linear, Int8Linear, Int4Linear)):
+        if isinstance(layer, (BFloat16Linear, Int8Linear, Int4Linear, PackedLinear)):
             exact.get_submodule(name).weight.data = torch.cat(list(layer.row_blocks(torch.float32)))
     expected, actual = gradients_of_adapters(exact), gradients_of_adapters(model)
     assert ((actual - expected).norm() / expected.norm()).item() < (1e-4 if base == "bfloat16" else 0.1)
+
+
+def test_packed_weights_move_with_their_model_and_keep_their_dtypes() -> None:
+    model = to_packed(small_model(generation="rwkv7"), "int4", "cpu", head=False)
+    layer = model.blocks[0].att.key
+    before = [tensor.dtype for tensor in layer.packed]
+    model.double()
+    assert [tensor.dtype for tensor in layer.packed] == before
+    model.to("meta")                     # as Lightning moves a model to a GPU and, at the end, back
+    assert {tensor.device.type for tensor in layer.packed} == {"meta"}
 
 
 def gradients_of_adapters(model: RWKV) -> Tensor:

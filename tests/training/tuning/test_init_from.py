@@ -11,8 +11,10 @@ from programs import Run, one_sentence
 
 from kernels.select import select
 from rwkv.checkpoint.files import read_checkpoint
-from rwkv.config import DataConfig, TrainConfig
+from rwkv.config import DataConfig, TrainConfig, TuneConfig
 from rwkv.errors import CheckpointError
+from rwkv.model.lora import LoraLinear
+from rwkv.model.quantized import PackedLinear
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import JsonTokenizer
 from rwkv.training.setup import new_model
@@ -86,6 +88,20 @@ def test_the_model_to_train_is_the_files(tmp_path: Path, tokenizer: JsonTokenize
             weight.zero_()
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert torch.equal(checkpoint.weights["emb.weight"], model.emb.weight)
+
+
+@pytest.mark.parametrize("base", ["int8", "int4"])
+def test_frozen_weights_for_a_gpu_are_layers_that_compute_there(tmp_path: Path, tokenizer: JsonTokenizer, base: str) -> None:
+    """The layers for a CPU multiply in C or FBGEMM, and do not move to a GPU."""
+    save(tokenizer, tmp_path / "model.safetensors")
+    checkpoint = read_checkpoint(tmp_path / "model.safetensors")
+    wkv = select("wkv4", "reference")
+    model = new_model(checkpoint.config, checkpoint, tokenizer, wkv, TuneConfig(method="lora", base=base), torch.device("cuda"))
+    layers = [layer.base for layer in model.modules() if isinstance(layer, LoraLinear)]
+    assert layers
+    assert {(type(layer), layer.format) for layer in layers} == {(PackedLinear, base)}
+    model.forward_features(torch.zeros(1, 3, dtype=torch.long)).sum().backward()
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if ".lora_B." in name)
 
 
 def test_a_released_model_gives_its_tokenizer_template_and_length(tmp_path: Path) -> None:
