@@ -42,12 +42,24 @@ from rwkv.io.lines import counted, wrap_text
 from rwkv.io.state_path import state_path
 from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
 from rwkv.model.operators import operator_for
-from rwkv.model.quantized import IN_C, BlockLinear, Int4Linear, Int8Linear, to_bfloat16, to_blocks, to_int4, to_int8, to_packed
+from rwkv.model.quantized import (
+    IN_C,
+    BlockLinear,
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    to_bfloat16,
+    to_blocks,
+    to_int4,
+    to_int8,
+    to_packed,
+)
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 AUTO = "auto"
 BLOCK_FORMATS = tuple(name.upper() for name in matvec.BLOCKS)
 ALL_SURVIVES = 0.995                     # no line is printed if a larger fraction of the training survives rounding
+QUANTISED = (Int8Linear, Int4Linear, PackedLinear, BlockLinear)          # models with these layers cannot be saved
 REQUANTISED = "blocks.0.att.key.weight"        # the error of a second rounding is measured on this matrix
 
 
@@ -195,7 +207,7 @@ class RWKV(Model):
                 int4. None keeps the model's own dtype.
         """
         require_path("path", path)
-        quantised = next((layer for layer in self.modules() if isinstance(layer, Int8Linear | Int4Linear | BlockLinear)), None)
+        quantised = next((layer for layer in self.modules() if isinstance(layer, QUANTISED)), None)
         if quantised is not None:
             raise UserError(f"a model loaded in {quantised.format} cannot be saved, because its matrices are quantised. Load "
                             "the model with dtype=float32 or dtype=bfloat16 before saving. To save a quantised file, choose a "

@@ -1,6 +1,7 @@
 """Tests adapters and learnt states: gradients by finite differences in float64, merging, and frozen weights in other dtypes."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +186,12 @@ def test_packed_weights_move_with_their_model_and_keep_their_dtypes() -> None:
     assert [tensor.dtype for tensor in layer.packed] == before
     model.to("meta")                     # as Lightning moves a model to a GPU and, at the end, back
     assert {tensor.device.type for tensor in layer.packed} == {"meta"}
+
+
+@pytest.mark.parametrize("base", ["int8", "int4 for a GPU"])
+def test_a_quantised_model_is_not_saved(base: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be saved, because its matrices are quantised"):
+        ROUNDING[base](small_model(generation="rwkv7")).save_pretrained(tmp_path / "model.pth")
 
 
 def gradients_of_adapters(model: RWKV) -> Tensor:
