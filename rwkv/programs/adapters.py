@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kernels.arguments import from_home
-from kernels.machine.memory import available_memory
+from kernels.machine.hardware import free_bytes
 from rwkv.checkpoint import time_states
 from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
 from rwkv.checkpoint.option_files import errors_of
@@ -82,7 +82,7 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
     adapters = [_read(name, from_home(path), opened, state_format, config) for name, path in config.adapter_paths.items()]
     n_merged = sum(adapter.merged is not None for adapter in adapters)
     if n_merged:
-        require_room(opened.nbytes(), n_merged, available_memory())
+        require_room(opened.nbytes(), n_merged, free_bytes(opened.device))
     return adapters
 
 

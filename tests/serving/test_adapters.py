@@ -253,6 +253,15 @@ def test_weights_for_which_there_is_no_room_are_refused() -> None:
         require_room(100, 2, 299)
 
 
+def test_on_a_gpu_the_room_is_that_of_the_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServeConfig(checkpoint=str(folder / "base.safetensors"), kernel=KernelConfig("reference"),
+                         adapters=[f"lora={folder}/lora"])
+    opened = open_checkpoint(config)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (opened.nbytes(), 80 * 2**30))
+    with pytest.raises(UserError, match="each adapter needs its own copy"):
+        read_adapters(config, opened._replace(device="cuda"))
+
+
 def test_an_adapter_is_merged_before_weights_are_rounded(folder: Path) -> None:
     config = ServeConfig(checkpoint=str(folder / "base.safetensors"), kernel=KernelConfig("reference"), dtype="int8",
                          adapters=[f"lora={folder}/lora"])
