@@ -283,9 +283,9 @@ def _compare_decoding(check: Check, name: str, format: str) -> None:
 
 
 def _replays_graphs(decoder: GpuDecoder) -> bool:
-    """Returns True if all steps so far were replays of CUDA graphs."""
-    replays = decoder._step._graphs.values()
-    return all(isinstance(getattr(replay, "__self__", None), torch.cuda.CUDAGraph) for replay in replays)
+    """Returns True if the steps and the prompts since the last growth of the slots were replays of CUDA graphs."""
+    replays = [*decoder._step._graphs.values(), *decoder._step._prompt_graphs.values()]
+    return bool(replays) and all(isinstance(getattr(replay, "__self__", None), torch.cuda.CUDAGraph) for replay in replays)
 
 
 @torch.no_grad()
