@@ -76,7 +76,9 @@ class FakeReplay(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         graph = ctx.graph
         gradients = torch.autograd.grad(graph.output, (graph.input, *graph.blocks.parameters()), grad)
-        return None, *gradients
+        for static, gradient in zip(graph.gradients, gradients, strict=True):
+            static.copy_(gradient)
+        return None, *(static.detach() for static in graph.gradients)
 
 
 class FakeGraph:
@@ -90,6 +92,7 @@ class FakeGraph:
         for parameter in blocks.parameters():
             parameter.grad = None
         self.output = sample[0]
+        self.gradients = [torch.empty_like(each) for each in (*sample, *blocks.parameters())]    # overwritten by each replay
         self.replays = 0
 
     def __call__(self, x: Tensor) -> Tensor:
