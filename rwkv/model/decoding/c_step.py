@@ -149,6 +149,8 @@ def why_not(model: Model) -> str | None:
         return f"the model is on {devices.pop()}"
     if changed := why_changed(model):
         return changed
+    if any(isinstance(layer, PackedLinear) for layer in model.modules()):
+        return "the weights are packed for a GPU"
     linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
     unsupported = ({_format_of(layer) for layer in linears} - set(KINDS)) | ({_format_of(model.emb)} - {*EMBEDDINGS})
     if unsupported:

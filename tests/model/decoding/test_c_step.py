@@ -15,10 +15,11 @@ from models import assert_same_state, each_generation, exact, in_format, small_m
 from kernels import native
 from kernels.matvec import BLOCKS, FORMATS
 from kernels.matvec.cases import width
-from rwkv.generation.decoder import CDecoder, Decoder
+from rwkv.generation.decoder import CDecoder, Decoder, decoder_of
 from rwkv.model.base import optional_module
 from rwkv.model.decoding import c_step
 from rwkv.model.decoding.c_step import CStep, step_of, why_not
+from rwkv.model.quantized import to_packed
 from rwkv.pretrained import RWKV
 
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
@@ -290,3 +291,14 @@ def test_nothing_is_written_beyond_the_ends(level: str, format: str, vocab_size:
     (lambda: small_model("reference").to("meta"), "meta")], ids=["head", "width", "dtype", "device"])
 def test_what_has_no_step_in_c_says_why(make_model: Any, expected_word: str) -> None:
     assert expected_word in str(why_not(make_model()))
+
+
+@each_generation
+def test_a_model_that_came_back_from_a_gpu_is_decoded_by_pytorch(generation: str) -> None:
+    """Lightning moves a model to the CPU at the end, also one whose frozen weights are packed for a GPU."""
+    model = to_packed(small_model(generation=generation), "int4", "cpu").requires_grad_(False)
+    ids = tokens(model, T=3)
+    decoder = decoder_of(model, model.empty_state(len(ids)))
+    with torch.no_grad():
+        steps = torch.stack([decoder.step(ids[:, t]) for t in range(3)], 1)
+        torch.testing.assert_close(steps, model(ids)[0], rtol=0, atol=1e-2 * steps.abs().max().item())
