@@ -62,7 +62,7 @@ PUBLISHED = (                            # rates published by the authors, for o
 
 
 TRAINING = ("lightning", "torchdata")
-PROGRAMS = (*TRAINING, "hydra", "omegaconf")
+PROGRAMS = (*TRAINING, "hydra", "omegaconf", "antlr4")
 SERVER = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "llguidance")
 
 
