@@ -57,6 +57,29 @@ def require_workers(count: int) -> None:
                         "data.num_workers=0 to load batches in the training process, or enlarge /dev/shm") from None
 
 
+class TrainingLoader(StatefulDataLoader):
+    """A StatefulDataLoader that also continues from the state of a loader with a different number of workers.
+
+    Without workers, a state has the sampler's position at the top level; with workers, in the main snapshot, which torchdata
+    takes at each batch. The workers themselves have no state, and draw no random numbers.
+    """
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        position = state_dict.get("_snapshot", {}).get("_main_snapshot", state_dict)
+        if position.get("_num_workers", 0) != self.num_workers:
+            state_dict = self._state_at(position)
+        super().load_state_dict(state_dict)
+
+    def _state_at(self, position: StateDict) -> StateDict:
+        batches = position["_sampler_iter_yielded"]
+        if not self.num_workers:
+            return {**position, "_num_yielded": batches, "dataset_state": None, "fetcher_state": None,
+                    "_iterator_finished": False}
+        snapshot = {"_snapshot_step": batches, "_last_yielded_worker_id": self.num_workers - 1,
+                    "_main_snapshot": {**position, "_num_workers": self.num_workers, "_base_seed": 0}}
+        return {"_snapshot": snapshot, "_steps_since_snapshot": 0, "_iterator_finished": False}
+
+
 class DataModule(LightningDataModule):
     """Provides the loaders of a corpus to Lightning. The whole run (trainer.max_steps steps) is one epoch of Lightning.
 
@@ -116,8 +139,8 @@ class DataModule(LightningDataModule):
             sampler = ShuffleSampler(len(data), layout.rows, batches, self.seed, layout.rank, layout.world)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 causes this with torch 2.13
-            return StatefulDataLoader(data, batch_sampler=sampler, collate_fn=_unchanged, num_workers=self.config.num_workers,
-                                      worker_init_fn=_init_worker, generator=_own_generator(self.seed))
+            return TrainingLoader(data, batch_sampler=sampler, collate_fn=_unchanged, num_workers=self.config.num_workers,
+                                  worker_init_fn=_init_worker, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
         """Returns a loader of batches (x, y), each (B,T), or of Packed, Pairs, Whole or SourceBatch.

@@ -277,7 +277,9 @@ def _run_lightning(built: Built, run: Run) -> None:
             raise error.__context__ from None
         raise
     except (RuntimeError, UserError) as error:
-        raise (worker_error(error) or error) from None           # worker_error knows the error of a data worker
+        if (ended := worker_error(error)) is not None:
+            raise ended from None
+        raise                            # with its context, because Lightning's clean-up may raise an error of its own
 
 
 # Finish

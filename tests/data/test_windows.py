@@ -151,9 +151,9 @@ def test_a_sampler_continues_from_any_place(taken: int) -> None:
 
 @pytest.mark.thorough
 # macOS starts workers afresh, Linux by a fork, which Python 3.12 and later warn of in a process with threads.
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "later"), [(0, 0), (2, 2), (0, 2), (2, 1), (2, 0)])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, workers: int) -> None:
+def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, workers: int, later: int) -> None:
     alone = [x for x, _ in module(config).train_dataloader()]
     data = module(dataclasses.replace(config, num_workers=workers))
     loader = data.train_dataloader()
@@ -161,7 +161,7 @@ def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, work
     first_batches = [next(iterator)[0] for _ in range(7)]
     stored = io.BytesIO()
     torch.save(loader.state_dict(), stored)
-    resumed = data.train_dataloader()
+    resumed = module(dataclasses.replace(config, num_workers=later)).train_dataloader()
     resumed.load_state_dict(torch.load(io.BytesIO(stored.getvalue()), weights_only=True))
     assert_equal([*first_batches, *(x for x, _ in resumed)], alone)
     assert not any(x.is_shared() for x in first_batches), "a container's /dev/shm is small"

@@ -34,7 +34,7 @@ FIXED = ("model", "data", "tune", "seed",    # these options and groups must not
          "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # parameter groups use these
          "trainer.accumulate",           # the saved data position counts batches
          "trainer.val_tokens")           # losses decide on best.ckpt
-NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # these are exceptions
+NOT_FIXED = ("data.cache_dir", "data.num_workers", "data.tokenize_workers", "data.sample_prompt", "data.preview",
              "data.path", "data.sources")        # the user may have moved the data; the loader rejects different data
 
 
@@ -149,7 +149,8 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
         new = attrgetter(key)(config)
         if key == "data.batch_size" and same_step(config, merged):
             continue                     # the run splits the same rows into several passes
-        if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
+        fixed = key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED)
+        if old != new and (fixed or (key == "trainer.tbptt" and not (old and new))):     # the position in the data differs
             saved_value = "null" if old is None else old
             raise UserError(f"the run in {out_dir} began with {key}={saved_value}, which cannot change. To resume the run, "
                             f"omit {key}= and any group (such as model=) that sets {key}. To change {key}, start a new run")

@@ -34,7 +34,7 @@ from training_runs import (
 
 from kernels.select import select
 from rwkv.checkpoint.files import read_checkpoint
-from rwkv.config import LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.config import DataConfig, LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.report.run_files import is_finished
@@ -151,7 +151,7 @@ def muon_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("argument", "part"), [
     ("optim=adamw", "optim.name"), ("optim.weight_decay=0.1", "optim.weight_decay"),
     ("optim.time_mix_lr_scale=2", "optim.time_mix_lr_scale"), ("trainer.accumulate=1", "trainer.accumulate"),
-    ("experiment=rwkv4_original", "optim.name"), ("optim.lr=5e-4", "optim.min_lr"),
+    ("experiment=rwkv4_original", "optim.name"), ("optim.lr=5e-4", "optim.min_lr"), ("trainer.tbptt=2", "trainer.tbptt=0"),
 ])
 def test_what_would_make_it_another_run_is_refused_and_nothing_written(run: Run, muon_folder: Path, argument: str, part: str,
                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +159,13 @@ def test_what_would_make_it_another_run_is_refused_and_nothing_written(run: Run,
     before = {path: path.stat().st_mtime_ns for path in muon_folder.rglob("*")}
     one_sentence(run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", argument), part)
     assert before == {path: path.stat().st_mtime_ns for path in muon_folder.rglob("*")}
+
+
+def test_the_number_of_workers_may_change(tmp_path: Path) -> None:
+    """The error about a killed worker asks for a smaller number."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(TrainConfig(data=DataConfig(num_workers=2)))))
+    config = open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), ["data.num_workers"]).config
+    assert config.data.num_workers == 0
 
 
 def test_a_group_counts_where_it_is_what_the_defaults_are(tmp_path: Path) -> None:
