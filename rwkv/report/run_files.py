@@ -40,6 +40,7 @@ MEASURED_STRUCTURE = {"warm_up": int, "precision": str, "machine": dict,
                       "errors": {str: {"layers": [LAYER], "allowed": {str: NUMBER}}}}
 TUNED_STRUCTURE = {"tuned": {"method": str, "base": str, "dtype": str, "trained": int}, "guard": (str, type(None)),
                    "before": {str: NUMBER}, "after": {str: NUMBER}, "samples": [{"prompt": str, "reference": str}]}
+SAMPLE_STRUCTURE = {"step": int, "prompt": str, "text": str}
 SWEEP_STRUCTURE = [{"name": str, "status": str, "reason": (str, type(None)), "order": (int, type(None)), "kernel": str,
                     "seed": int}]
 
@@ -146,7 +147,10 @@ def read_samples(path: Path, damaged: Damaged | None = None) -> list[JsonObject]
     for number, line in enumerate(complete.split(b"\n"), start=1):
         if line:
             try:
-                samples.append(parse(line, f"line {number}"))
+                sample = parse(line, f"line {number}")
+                if not _fits(sample, SAMPLE_STRUCTURE):
+                    raise UserError(f"line {number} must have a step, a prompt and a text")
+                samples.append(sample)
             except UserError as error:
                 _report_damage(path, str(error), damaged)
     return samples
