@@ -73,10 +73,15 @@ def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
         params = _sweep_overrides(config_name, schema, line)
         for override in params:
             check_override(override, schema)
+        combinations = _combinations([*params, *line.overrides], schema)
+        keys = [_split_override(override)[0] for override in line.overrides]
+        if repeated := next((key for _, swept in combinations for key in swept if keys.count(key) > 1), None):
+            raise UserError(f"{repeated}= occurs {keys.count(repeated)} times, so only the last one would have an effect: list "
+                            f"all values as {repeated}=A,B")
         verbatim = [f"{key}={value}" for key, values in line.verbatim.items()
                     for value in (values if isinstance(values, list) else [values])]
         return [Job(swept, [*chosen, *verbatim], _compose(config_name, schema, chosen, line.verbatim))
-                for chosen, swept in _combinations([*params, *line.overrides], schema)]
+                for chosen, swept in combinations]
 
 
 @contextmanager
@@ -129,13 +134,13 @@ def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]
     if key == EXPERIMENT:                # the value may be a path, which Hydra's grammar rejects
         several = split_choices(key, value)
         return [(f"{key}={choice}", {key: choice} if len(several) > 1 else {}) for choice in several]
-    from hydra.core.override_parser.types import Glob
+    from hydra.core.override_parser.types import Glob, IntervalSweep
 
     item = _parse(override, schema)
     if not item.is_sweep_override():
         return [(override, {})]
-    if isinstance(item.value(), Glob):
-        raise UserError(f"{key}={value} must not use glob(): list the values as {key}=A,B")
+    if isinstance(item.value(), Glob | IntervalSweep):
+        raise UserError(f"{key}={value} must not use glob() or interval(): list the values as {key}=A,B")
     return [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
 
 

@@ -34,6 +34,8 @@ from rwkv.checkpoint.location import follow
 from rwkv.config import LATEST, SweepConfig, TrainConfig, require_effect
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
+from rwkv.io.cache import sha256
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, labelled_line
 from rwkv.io.signals import STOPPING, StopRequest, describe_exit
 from rwkv.report import run_files
@@ -55,6 +57,7 @@ RESUME = "-m resume=auto"
 SWEEP_OPTIONS = ("out_dir", "resume")    # the sweep has these options, and each run has values of its own
 SETTINGS = "sweep."                      # options with this prefix belong to the sweep and are not passed to runs
 SOME_FAILED = 1                          # the exit status of a sweep with failed runs
+LONGEST = 240                            # bytes of a run's name; file systems allow 255, with the endings of the log files
 NONE_RAN = 2                             # the exit status of a sweep of which no run finished or failed
 
 
@@ -115,7 +118,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
     lock = RunLock()
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock.hold(sweep.folder)
-    if "resume" not in line.verbatim:
+    if line.verbatim.get("resume", "null") == "null":
         require_unused(sweep.folder, RESUME)     # another process may have used the folder before the lock
     sweep.save()
     try:
@@ -200,15 +203,17 @@ def open_launcher(sweep: Sweep) -> Launcher:
 def open_sweep(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     """Returns a new sweep, or the sweep that `resume` continues together with the runs that the command line adds."""
     options = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
+    texts: JsonObject = {key: None if value == "null" else value for key, value in options.items()}
+    given = TrainConfig(**texts)         # refuses empty values
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in options}, [])
     new_jobs = jobs_of(rest)
     settings, setting_overrides = _settings(new_jobs, rest)
     adds_runs = any(not key.startswith(SETTINGS) for key in rest.keys)
-    folder = run_folder(str(options["out_dir"])) if options.get("out_dir") else new_folder("sweep_")
+    folder = run_folder(given.out_dir) if given.out_dir else new_folder("sweep_")
     entries: list[Entry] = []
-    if "resume" not in options:
+    if given.resume is None:
         require_unused(folder, RESUME)
-    elif options["resume"] != "auto" or "out_dir" not in options:
+    elif given.resume != "auto" or given.out_dir is None:
         raise UserError("resuming a sweep requires resume=auto out_dir=DIR, where DIR is the sweep's directory")
     else:
         entries = read_entries(folder)
@@ -316,9 +321,15 @@ def _require_kernel(config: TrainConfig) -> None:
 
 
 def name_of(job: cli.Job) -> str:
-    """Returns the name of the run and of the run's directory. Characters other than letters, digits and .,=+- become _."""
+    """Returns the name of the run and of the run's directory. Characters other than letters, digits and .,=+- become _.
+
+    The end of a name longer than LONGEST bytes is replaced by a hash of the whole name.
+    """
     text = ",".join(f"{key}={value}" for key, value in job.swept.items())
-    return re.sub(r"[^\w.,=+-]", "_", text) or f"kernel={job.config.kernel.name}"
+    name = re.sub(r"[^\w.,=+-]", "_", text) or f"kernel={job.config.kernel.name}"
+    if len(name.encode()) <= LONGEST:
+        return name
+    return f"{name.encode()[:LONGEST - 9].decode(errors='ignore')}-{sha256([name])[:8]}"
 
 
 def _is_available(sweep: Sweep, entry: Entry) -> bool:

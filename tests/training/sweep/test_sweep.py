@@ -257,7 +257,9 @@ def make_sweep(*arguments: str) -> sweep.Sweep:
     (("sweep.jobs=0",), ("sweep.jobs", "at least 1")), (("sweep.jobs=1,2",), ("sweep.jobs", "single value")),
     (("sweep.launcher=joblib",), ("sweep.launcher", "local, submitit")),
     (("sweep.arguments=timeout_min=3",), ("sweep.arguments", "sweep.launcher=submitit")),
-    (("hydra/launcher=joblib",), ("hydra/launcher", "sweep.jobs"))])
+    (("hydra/launcher=joblib",), ("hydra/launcher", "sweep.jobs")), (("out_dir=",), ("out_dir is empty",)),
+    (("optim.lr=interval(0,1)",), ("optim.lr=interval(0,1)", "A,B")),
+    (("optim.lr=1e-3,2e-3", "optim.lr=5e-3"), ("optim.lr=", "2 times"))])
 def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path,
                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -266,6 +268,20 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ..
         sweep.open_launcher(make_sweep("seed=0,1", *SMALL, "kernel=conv1d", "logger=csv", *arguments))
     assert all(word in str(error.value) for word in words)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_long_name_is_shortened_for_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    folder = Path("a folder with a long name " * 9)
+    folder.mkdir()
+    for name in ("one.yaml", "two.yaml"):
+        (folder / name).write_text("seed: 3")
+    swept = make_sweep(f"experiment={folder}/one.yaml,{folder}/two.yaml", *SMALL, "kernel=conv1d", "logger=csv")
+    names = {entry.name for entry in swept.entries}
+    assert len(names) == 2
+    for name in names:
+        (tmp_path / f"{name}.reason.txt").touch()
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "[]", "{}", '{"runs": 3}', '{"runs": [{"name": "a"}]}', '{"runs": [{"w": 3}]}'])
