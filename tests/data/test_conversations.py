@@ -77,6 +77,7 @@ def test_what_is_learnt_is_the_answers_letter_by_letter(talks: Corpus) -> None:
     {"messages": json.dumps(messages("One?", "1")), "weight": 1}, {"items": messages("One?", "1"), "tools": ""},
     {"conversation": [{"from": "user", "value": "One?", "role": None}, {"from": "bot", "value": "1", "content": None}]},
     {"instruction": "One?", "input": "", "output": "1"}, {"question": "One?", "answer": "1"},
+    {"system_prompt": "", "question": "One?", "response": "1"},
     {"query": "One?", "response": "1", "history": []}, {"prompt": "One?", "response": "1", "messages": []},
 ])
 def test_all_forms_are_the_same_conversation(tmp_path: Path, line: Any) -> None:

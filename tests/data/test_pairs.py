@@ -43,6 +43,7 @@ def join_parts(parts: list[tuple[str, bool]]) -> tuple[str, str]:
     {"question": "ask", "chosen": "good", "rejected": "bad", "score": 3, "system": ""},
     {"instruction": "ask", "input": "", "chosen": "good", "rejected": "bad"},
     {"messages": [QUESTION], "chosen": GOOD, "rejected": BAD},
+    {"prompt": "ask", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD], "messages": [QUESTION, GOOD]},
     {"conversations": [{"from": "human", "value": "ask"}], "chosen": {"from": "gpt", "value": "good"},
      "rejected": {"from": "gpt", "value": "bad"}},
 ])

@@ -48,7 +48,7 @@ LOCAL = True
 JSON_ENDINGS = (".json", ".json.gz")     # are read from a folder only if it has no JSON lines
 LISTS = ("messages", "conversations", "conversation", "items", "interactions")
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
-         ("question", "answer"), ("query", "response"))
+         ("question", "answer"), ("question", "response"), ("query", "response"))
 FIELDS = ('"messages", "conversations", or "prompt" and "completion" (or "instruction" and "output", "question" and "answer", '
           '"query" and "response")')
 ANSWERS = ("chosen", "rejected")         # a pair's two answers
@@ -200,6 +200,8 @@ def _pair_messages(entry: JsonObject) -> tuple[list[JsonObject], list[JsonObject
                         f"\"chosen\" and \"rejected\"; got no {' and no '.join(missing)}")
     question = _pair_prompt(fields)
     both = [_conversation_ending_in(fields, field, question) for field in ANSWERS]
+    if question and question in (both[0], both[1]):      # ultrafeedback_binarized repeats the chosen conversation as messages
+        question = question[:-1]
     most = min(map(len, both)) - 1                       # the last message of each conversation is the answer
     shared = 0
     while shared < most and _are_equal_messages(both[0][shared], both[1][shared]):
