@@ -25,6 +25,7 @@ LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # t
 BASES = ("float32", "bfloat16", "int8", "int4")          # dtypes of frozen weights (tune.base)
 PREFERENCES = ("dpo", "ipo")             # objectives that train on pairs of answers
 LIKELIHOOD = ("tune.objective", "likelihood")
+ALL_WEIGHTS = ("tune.method", "full")
 
 
 def length_option(config: "TrainConfig", user_keys: Collection[str]) -> str | None:
@@ -121,13 +122,15 @@ class OptimConfig:
                               needs=("optim.name", *ORTHOGONAL))
     matrix_momentum: float = option(0.95, "momentum of the blocks' matrices (muon, normuon)",
                                     needs=("optim.name", *ORTHOGONAL))
-    time_mix_lr_scale: float = option(1.0, "learning-rate factor of time_mix_* (rwkv4)", least=0)
-    time_decay_lr_scale: float = option(2.0, "learning-rate factor of the decays: rwkv4's time_decay, rwkv7's w0", least=0)
-    time_first_lr_scale: float = option(3.0, "learning-rate factor of time_first (rwkv4)", least=0)
+    time_mix_lr_scale: float = option(1.0, "learning-rate factor of time_mix_* (rwkv4)", least=0, needs=ALL_WEIGHTS)
+    time_decay_lr_scale: float = option(2.0, "learning-rate factor of the decays: rwkv4's time_decay, rwkv7's w0", least=0,
+                                        needs=ALL_WEIGHTS)
+    time_first_lr_scale: float = option(3.0, "learning-rate factor of time_first (rwkv4)", least=0, needs=ALL_WEIGHTS)
     betas: tuple[float, float] = option((0.9, 0.99), "Adam's beta1 and beta2")
     # float32 rounds a smaller epsilon to 0, and a weight without a gradient then becomes 0 / 0
     eps: float = option(1e-8, "Adam's epsilon", least=1e-37)
-    weight_decay: float = option(0.0, "weight decay, of matrices and adapters only", least=0)
+    weight_decay: float = option(0.0, "weight decay, of matrices and adapters only", least=0,
+                                 needs=("tune.method", "full", "lora"))
     grad_clip: float = option(1.0, "gradient clipping: maximum norm; 0: off", least=0)
     l2_wrap: float = option(1e-4, "penalty on each position's largest logit, as in RWKV-LM; 0: off", least=0, needs=LIKELIHOOD)
     confidence_penalty: float = option(0.0, "weight of the penalty on low-entropy predictions; 0: off", least=0,

@@ -16,7 +16,7 @@ from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
 from rwkv.chat.names import Choice, choose_template
 from rwkv.checkpoint.tuned import is_exact, surviving_fraction
-from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
+from rwkv.config import ORTHOGONAL, OptimConfig, TrainConfig, TrainerConfig, TuneConfig
 from rwkv.data import tbptt_segments
 from rwkv.data.documents import separators
 from rwkv.data.pairs import rows_of
@@ -282,6 +282,9 @@ def _length_warnings(config: TrainConfig, epochs: float, conversations: bool) ->
     if conversations and epochs > MAX_EPOCHS and not config.trainer.overfit_batches:
         yield "WARNING", (f"training runs for {epochs:,.1f} epochs, but a model memorises answers after {MAX_EPOCHS}: use "
                           "trainer.epochs=2 or more conversations")
+    if config.init_from is None and steps <= warmup and warmup > OptimConfig.warmup_steps:       # the default suits a trial run
+        yield "WARNING", (f"the learning rate stays below optim.lr, because the run has {steps:,} steps and optim.warmup_steps="
+                          f"{warmup}: lower optim.warmup_steps= or train longer")
     if config.init_from is not None and steps <= warmup:
         yield "WARNING", (f"the model will learn little, because the run has {steps:,} steps and optim.warmup_steps={warmup}: "
                           "use more data, a smaller data.batch_size= or a lower optim.warmup_steps=")

@@ -129,11 +129,12 @@ def test_how_long_threads_wait_is_the_users_to_say(set_by_user: dict[str, str]) 
     assert output == f"{[f'{name}={value}' for name, value in expected.items()]}\n"
 
 
-@pytest.mark.parametrize(("init_from", "steps", "expected"), [("base.pth", 3, True), ("base.pth", 10, True),
-                                                              ("base.pth", 11, False), (None, 3, False)])
-def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: int, expected: bool) -> None:
+@pytest.mark.parametrize(("init_from", "steps", "warmup", "expected"), [
+    ("base.pth", 3, 10, True), ("base.pth", 10, 10, True), ("base.pth", 11, 10, False), (None, 3, 20, False),
+    (None, 100, 100, True), (None, 101, 100, False)])
+def test_a_run_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: int, warmup: int, expected: bool) -> None:
     config = configured(1, 8, 4, 10)
-    config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=10),
+    config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=warmup),
                      trainer=replace(config.trainer, max_steps=steps))
     assert bool(list(this_machine._length_warnings(config, 1.0, False))) == expected
 

@@ -1,5 +1,6 @@
 """Tests that a new run takes the rates of its model's width or, with init_from=, of its tune=, unless others are chosen."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from files import byte_model
 
 from rwkv import cli
 from rwkv.config import ModelConfig, OptimConfig, TrainConfig, TuneConfig
+from rwkv.errors import UserError
 from rwkv.training.run.directory import as_plain
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.rates import TUNING_DEFAULTS, WIDEST, with_default_rates
@@ -53,6 +55,15 @@ def test_what_is_chosen_stays_and_a_chosen_rate_has_its_own_last_rate(method: st
     optim = with_default_rates(request, {"optim.lr", "optim.warmup_steps"})[0].optim
     assert (optim.lr, optim.warmup_steps, optim.min_lr) == (7e-3, 0, None)
     assert optim.schedule == TUNING_DEFAULTS[method]["schedule"]
+
+
+@pytest.mark.parametrize(("method", "options", "refused"), [
+    ("full", {}, True), ("lora", {}, True), ("state", {}, False), ("full", {"schedule": "cosine"}, False)])
+def test_a_last_rate_that_the_default_schedule_would_ignore_is_refused(method: str, options: dict[str, str],
+                                                                       refused: bool) -> None:
+    request = TrainConfig(tune=TuneConfig(method=method), init_from="FILE", optim=OptimConfig(min_lr=1e-7, **options))
+    with pytest.raises(UserError, match=r"optim\.schedule") if refused else nullcontext():
+        with_default_rates(request, {"optim.min_lr", *(f"optim.{name}" for name in options)})
 
 
 def test_an_experiments_and_a_debug_runs_options_stay() -> None:

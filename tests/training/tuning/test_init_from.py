@@ -43,7 +43,7 @@ def save(tokenizer: JsonTokenizer, path: Path, spare_rows: int = 0, with_tokeniz
 @pytest.mark.programs
 def test_a_run_begins_with_a_file_and_can_be_resumed(run: Run, tmp_path: Path, tokenizer: JsonTokenizer) -> None:
     model = save(tokenizer, tmp_path / "model", spare_rows=3)
-    status, _, error = run("train", "init_from=model", "optim.lr=1e-9", "optim.min_lr=1e-9", *FAST)
+    status, _, error = run("train", "init_from=model", "optim.lr=1e-9", *FAST)
     assert status == 0
     assert "weights    model gives weights, sizes and tokenizer" in error
     checkpoint = read_checkpoint(tmp_path / "out")

@@ -209,6 +209,9 @@ def test_what_cannot_be_tuned_is_refused(folder: Path, run: Run) -> None:
                  "tune.base=bfloat16", "trainer=ddp")
     one_sentence(run("train", *common, "tune=lora", "tune.dropout=0.1", "trainer.tbptt=2", "init_from=base7.safetensors"),
                  "tune.dropout")
+    for method, option in (("state", "weight_decay"), ("state", "time_decay_lr_scale"), ("lora", "time_decay_lr_scale")):
+        one_sentence(run("train", *common, f"tune={method}", f"optim.{option}=0.1", "init_from=base7.safetensors"),
+                     f"optim.{option}", f"tune={method}")
 
 
 @pytest.mark.programs
