@@ -136,7 +136,7 @@ def prepare(run: Run) -> Prepared:
     # Called before the data are read: raises UserError if the rows cannot be divided among the processes
     rows = rows_per_process(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     operator, kernel_line = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
-    distributed.broadcast_from_rank0(lambda: require(config.logger))
+    distributed.broadcast_from_rank0(lambda: require(config.logger, config.only_plans))
     require_workers(config.data.num_workers)
     data = data_for(run, device)
     if config.data.preview:

@@ -37,8 +37,11 @@ SAMPLE_COLUMNS = ("step", "prompt", "text")
 SAMPLES_SHOWN = 100                      # limits W&B's table of samples, because each update uploads the whole table
 
 
-def require(config: LoggerConfig) -> None:
-    """Raises UserError if the logger's package cannot be imported or rejects a name."""
+def require(config: LoggerConfig, only_plans: bool = False) -> None:
+    """Raises UserError if the logger's package cannot be imported or rejects a name, or if W&B rejects the user's login.
+
+    `only_plans` is True if no run will be logged.
+    """
     if config._target_ is not None:
         _custom_logger(config, TrackerRun(config.project, PROJECT, config.group, "run", Path(), continued=False))
         return
@@ -55,6 +58,8 @@ def require(config: LoggerConfig) -> None:
     except (wandb.errors.UsageError, ValueError) as error:       # pydantic's ValidationError is a ValueError
         raise UserError("W&B rejected logger.project=, logger.group=, logger.run_name= or a W&B setting, such as a WANDB_ "
                         f"environment variable: {' '.join(str(error).split())}") from None
+    if not only_plans:
+        _mode()
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: int | None = None) -> list[Logger]:
@@ -122,9 +127,21 @@ def log_samples(loggers: Iterable[Logger], rows: Sequence[JsonMapping], step: in
 
 
 def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[JsonMapping], files: Iterable[Path]) -> None:
-    """Logs a sweep's report as a W&B run in the group of the sweep: the rows as a table, and the files as an artifact."""
+    """Logs a sweep's report as a W&B run in the group of the sweep: the rows as a table, and the files as an artifact.
+
+    An error of W&B is printed, because the sweep has finished.
+    """
     if config.name != "wandb":
         return
+    import wandb
+
+    try:
+        _log_to_wandb(config, sweep, rows, files)
+    except (UserError, wandb.errors.Error) as error:
+        print(f"the sweep's report was not logged to W&B: {' '.join(str(error).split())}", file=sys.stderr)
+
+
+def _log_to_wandb(config: LoggerConfig, sweep: Path, rows: Sequence[JsonMapping], files: Iterable[Path]) -> None:
     import wandb
 
     mode = _mode()
@@ -209,11 +226,17 @@ def _wandb(config: LoggerConfig, out_dir: Path, run: JsonObject, mode: Mode) -> 
         wandb.finish()
     earlier_id = _earlier_id(out_dir)
     names = _Names.of(config, out_dir.parent.name if _in_sweep(out_dir) else None, _default_name(out_dir, run))
-    logger = WandbLogger(
-        id=_user_setting("run_id") or earlier_id, resume=_user_setting("resume") or ("allow" if earlier_id else None),
-        project=names.project, group=names.group, name=names.name, save_dir=_user_setting("root_dir") or out_dir, config=run,
-        settings=wandb.Settings(silent=_silent(), mode=mode))
-    experiment = logger.experiment
+    try:
+        experiment = wandb.init(
+            id=_user_setting("run_id") or earlier_id, resume=_user_setting("resume") or ("allow" if earlier_id else None),
+            project=names.project, group=names.group, name=names.name, dir=_user_setting("root_dir") or out_dir, config=run,
+            settings=wandb.Settings(silent=_silent(), mode=mode))
+    except wandb.errors.Error as error:
+        deleted = f". WANDB_RUN_ID=NAME starts a new run in place of {earlier_id}" if earlier_id else ""
+        raise UserError(f"W&B cannot start or continue a run ({' '.join(str(error).split())}). Use WANDB_MODE=offline or "
+                        f"logger=csv{deleted}") from None
+    experiment.define_metric("trainer/global_step")      # as WandbLogger does for a run that it starts itself
+    experiment.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     record = {"id": experiment.id, "out_dir": str(out_dir.resolve())}
     (out_dir / RECORD).parent.mkdir(exist_ok=True)
     write_file(out_dir / RECORD, lambda file: file.write(json.dumps(record).encode()))
@@ -224,7 +247,7 @@ def _wandb(config: LoggerConfig, out_dir: Path, run: JsonObject, mode: Mode) -> 
             hint = (f"each part of a resumed run has a separate folder, and `wandb sync --id {earlier_id} "
                     f"{quote(str(folder.parent))}/*run-*-{earlier_id}` uploads all parts as one run")
         print(f"W&B is offline: {hint}", file=sys.stderr)
-    return logger
+    return WandbLogger(project=names.project, save_dir=out_dir, experiment=experiment)
 
 
 def _in_sweep(out_dir: Path) -> bool:
@@ -309,6 +332,7 @@ def _logged_in() -> bool:
     try:
         return bool(wandb.login(prompt=False))
     except wandb.errors.AuthenticationError as error:
-        raise UserError(f"W&B rejected the API key ({error}). Log in again with `wandb login`, or use logger=csv") from error
+        raise UserError(f"cannot log in to W&B ({error}). Check the network and the API key (`wandb login`), or use "
+                        "WANDB_MODE=offline or logger=csv") from error
     except wandb.errors.UsageError:      # there is neither a key nor a terminal to prompt for one
         return False

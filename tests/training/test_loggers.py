@@ -42,7 +42,9 @@ def test_a_continued_run_keeps_its_id(name: str, tmp_path: Path, monkeypatch: py
     _, second = loggers.loggers(CONFIG, tmp_path, RUN, resumed_at=1)
     assert isinstance(second, WandbLogger)
     assert second.experiment.id == name
-    assert f"wandb sync --id {name} " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"wandb sync --id {name} " in error
+    assert "WARNING" not in error
 
 
 def wandb_run(config: LoggerConfig, out_dir: Path, resumed_at: int | None = None) -> Any:
@@ -86,6 +88,32 @@ def test_a_setting_that_wandb_refuses_is_a_sentence_before_the_data_are_read(nam
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="W&B rejected"):
         loggers.require(CONFIG)
+
+
+def fail(error: Exception) -> Any:
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
+def test_a_login_that_fails_is_a_sentence_before_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan needs no login."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(wandb, "login", fail(wandb.errors.AuthenticationError("no answer")))
+    with pytest.raises(UserError, match=r"log in to W&B .*no answer"):
+        loggers.require(CONFIG)
+    loggers.require(CONFIG, only_plans=True)
+
+
+def test_a_server_that_refuses_a_run_ends_the_run_with_a_sentence_and_no_finished_sweep(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(wandb, "init", fail(wandb.errors.CommError("run x was previously created and deleted")))
+    with pytest.raises(UserError, match=r"previously created and deleted.*logger=csv"):
+        loggers.loggers(CONFIG, tmp_path, RUN)
+    loggers.log_report(CONFIG, tmp_path, [], [])
+    assert "previously created and deleted" in capsys.readouterr().err
 
 
 @pytest.mark.programs
