@@ -321,14 +321,15 @@ def _require_shape(path: Path, module: str, change: Change, shape: tuple[int, ..
                               "adapter belongs to a different model")
 
 
-def adapt_weight(weight: Stored, change: Change) -> Stored:
-    """Returns the adapted weight. The change is applied each time the weight is read."""
+def adapt_weight(weight: Stored, change: Change, path: Path) -> Stored:
+    """Returns the adapted weight. The change, from the adapter at `path`, is applied each time the weight is read."""
     def data() -> Tensor:
         with torch.no_grad():
             W = weight.get()
             return change(W.to(torch.promote_types(W.dtype, torch.float32)))
 
-    return replace(weight, dtype=torch.float32, data=data, mapped=False)
+    # weight.get() has checked the base's values, so that only the adapter can be the source of infinite ones
+    return replace(weight, source=f"the adapter {path}", dtype=torch.float32, data=data, mapped=False)
 
 
 # The functions below are the kinds of change. Their W is (out,in)

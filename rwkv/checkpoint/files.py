@@ -175,7 +175,7 @@ def with_adapter(base: Checkpoint, path: str | Path, alpha: float | None = None)
 
 def _with_adapter(base: Checkpoint, adapter: adapters.Adapter) -> Checkpoint:
     stored = base.weights.stored
-    changed = {name: adapters.adapt_weight(stored[name], change) for name, change in adapter.changes.items()}
+    changed = {name: adapters.adapt_weight(stored[name], change, adapter.path) for name, change in adapter.changes.items()}
     weights = {**stored, **adapter.whole, **changed}
     unadapted = {name: stored[name] for name in changed}
     run = {"model": asdict(base.config), **(base.run or {}), "init_from": str(base.path)}

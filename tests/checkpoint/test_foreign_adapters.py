@@ -189,6 +189,18 @@ def test_an_embedding(folder: Path, tmp_path: Path) -> None:
     assert_weights(with_adapter(read_checkpoint(folder / "base.pth"), adapter).weights, expected)
 
 
+def test_the_adapter_and_not_the_base_is_named_if_their_sum_is_infinite(folder: Path, tmp_path: Path) -> None:
+    base = read_checkpoint(folder / "base.pth")
+    stem = f"base_model.model.{NAMES[0]}.lora"
+    out, inputs = base.weights[f"{NAMES[0]}.weight"].shape
+    huge = {f"{stem}_A.weight": torch.full((R, inputs), 1e30), f"{stem}_B.weight": torch.full((out, R), 1e30)}
+    adapter = write_peft(tmp_path / "adapter", huge)
+    with pytest.raises(CheckpointError, match="not finite") as error:
+        dict(with_adapter(base, adapter).weights)
+    assert str(adapter) in str(error.value)
+    assert "base.pth" not in str(error.value)
+
+
 # RWKV-PEFT
 
 
