@@ -169,4 +169,6 @@ def _no_files_message(path: str, endings: Sequence[str]) -> str:
     if Path(path).is_dir():
         return (f"the folder data.path={path} contains no {' or '.join(endings)} files. To read other files, pass a pattern, "
                 f"data.path={path.rstrip('/')}/**/*.ending")
+    if Path(path).exists():
+        return f"data.path={path} must be a file or a folder, not a pipe or a device, because the program reads it repeatedly"
     return f"no file matches data.path={path}"

@@ -39,7 +39,7 @@ from rwkv.data.streaming.encoding import Streamed, hold_out
 from rwkv.data.token_array import TokenArray, TokensInMemory
 from rwkv.distributed import log
 from rwkv.errors import UserError
-from rwkv.io.cache import read_json, sha256, write_json
+from rwkv.io.cache import read_json, sha256, write_bytes, write_json
 from rwkv.io.lines import counted, labelled_line
 from rwkv.tokenizer.lost_bytes import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
@@ -341,6 +341,7 @@ def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key:
     definition = read_json(path)
     if definition:
         return Tokenizer.from_dict(definition)
+    write_bytes(path, b"")               # a folder that cannot be written is named before the work; read_json ignores the file
     log(labelled_line("loading", f"the text, to make a {config.tokenizer} tokenizer", sys.stderr))
     tokenizer = JsonTokenizer.train(_sample(sources), config.vocab_size) if config.tokenizer == "bpe" else _characters(sources)
     write_json(path, tokenizer.to_dict())

@@ -492,8 +492,17 @@ def test_errors_name_the_path_and_the_option(config: DataConfig, tmp_path: Path)
     refuses(of_kind(config, "stdlib", tmp_path), "data=stdlib conflicts with data.path")
     Path(str(config.path)).write_text(TEXT)
     refuses(dataclasses.replace(config, cache_dir=str(config.path)), "data.cache_dir")
+    if sys.platform != "win32":
+        refuses(of_kind(config, "text", Path("/dev/null")), "not a pipe or a device")
     with pytest.raises(UserError):
         read_stdlib(tmp_path, 0.1)
+
+
+def test_a_cache_that_cannot_be_written_is_named_before_a_tokenizer_is_trained(config: DataConfig, tmp_path: Path,
+                                                                              capsys: pytest.CaptureFixture[str]) -> None:
+    Path(str(config.path)).write_text(TEXT)
+    refuses(dataclasses.replace(config, tokenizer="bpe", cache_dir=str(tmp_path / "text.txt" / "cache")), "data.cache_dir")
+    assert "tokenizer" not in capsys.readouterr().err
 
 
 def test_documents_are_read_one_by_one(config: DataConfig, tmp_path: Path) -> None:
