@@ -325,9 +325,10 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: 
     for split, tokens, split_lost in zip(("training", "validation"), (train, val), lost, strict=True):
         if tokens < ctx_len + 1:
             reason = f", and {split_lost.describe('the text')}" if split_lost.bytes else ""
+            change = "lower" if split == "training" else "raise"
             raise UserError(f"the {split} text is shorter than one context: it has {about}{counted(tokens, 'token')}, but "
-                            f"model.ctx_len={ctx_len} requires at least {ctx_len + 1}{reason}. Use more text or lower "
-                            "model.ctx_len")
+                            f"model.ctx_len={ctx_len} requires at least {ctx_len + 1}{reason}. Use more text, lower "
+                            f"model.ctx_len or {change} data.val_fraction")
 
 
 def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key: str, cache: Path) -> Tokenizer:

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.distributed import rank
+from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonObject
@@ -52,7 +53,10 @@ class Samples(Callback):
         self._rows: list[Row] = []
         if resumed_at is not None:
             self._rows = [row for row in read_samples(self.path) if row["step"] <= resumed_at]
-        tokenizer.encode(self.prompt)    # a prompt that cannot be encoded must raise before the first step
+        try:                             # a prompt that cannot be encoded must raise before the first step
+            tokenizer.encode(self.prompt)
+        except ValueError as error:
+            raise UserError(f"data.sample_prompt= cannot be encoded: {error}") from None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:

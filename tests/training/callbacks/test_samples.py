@@ -59,7 +59,7 @@ def assert_norms(results: list[dict[str, str]]) -> None:
 def test_a_prompt_that_has_no_tokens_is_refused_before_training(tmp_path: Path) -> None:
     config = TrainConfig()
     config.data.sample_prompt = "ä"
-    with pytest.raises(ValueError, match="'ä'"):
+    with pytest.raises(UserError, match=r"data\.sample_prompt.*'ä'"):
         Samples(config, CharTokenizer("abc"), tmp_path, None, lambda seconds: None)
 
 
