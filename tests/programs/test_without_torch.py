@@ -57,7 +57,7 @@ MISTAKES = (
     ((TRAIN, "data.field=x"), "data.field"),
     ((TRAIN, "trainer.max_steps=3", "trainer.epochs=2"), "trainer.epochs"),
     ((TRAIN, "resume=nothing"), "resume=nothing "),
-    ((TRAIN, "resume=auto", "init_from=text.txt"), "resume="),
+    ((TRAIN, "resume=text.txt", "init_from=text.txt"), "resume=auto"),
     ((TRAIN, "resume=auto", "out_dir=new", "tune=lora"), "init_from="),
     ((TRAIN, "out_dir=used"), "used"),
     ((*SWEEP, "out_dir=used"), "used"),

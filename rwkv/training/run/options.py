@@ -40,8 +40,9 @@ def check_new_run(config: TrainConfig, user_keys: Collection[str]) -> None:
 
 
 def require_one_beginning(config: TrainConfig) -> None:
-    if config.resume is not None and config.init_from is not None:
-        raise UserError("resume= and init_from= conflict. Use resume= to continue a run, or init_from= to start a new run")
+    if config.resume not in (None, "auto") and config.init_from is not None:
+        raise UserError(f"resume={config.resume} and init_from= conflict. Use resume= to continue a run, init_from= to start a "
+                        "new run, or resume=auto for a command that does either")
 
 
 def resumed_path(config: TrainConfig) -> Path | None:

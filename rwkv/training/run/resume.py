@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
-from rwkv.checkpoint.location import FOLDER, is_checkpoint
+from rwkv.checkpoint.location import FOLDER, is_checkpoint, locate
 from rwkv.cli.recipe import RUN_GROUPS
 from rwkv.config import LENGTHS, SCALED, TrainConfig
-from rwkv.errors import UserError
+from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
 from rwkv.report.run_files import is_finished
@@ -30,7 +30,7 @@ from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.tuning.exports import tuned_files
 from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
 
-FIXED = ("model", "data", "tune", "seed",    # these options and groups must not change on resume
+FIXED = ("model", "data", "tune", "seed", "init_from",    # these options and groups must not change on resume
          "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # parameter groups use these
          "trainer.accumulate",           # the saved data position counts batches
          "trainer.val_tokens")           # losses decide on best.ckpt
@@ -149,6 +149,8 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
         new = attrgetter(key)(config)
         if key == "data.batch_size" and same_step(config, merged):
             continue                     # the run splits the same rows into several passes
+        if key == "init_from" and _is_same_base(new, old):
+            continue                     # the name may now be written in another way
         fixed = key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED)
         if old != new and (fixed or (key == "trainer.tbptt" and not (old and new))):     # the position in the data differs
             saved_value = "null" if old is None else old
@@ -162,6 +164,16 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
     checked.require_separate_updates()
     context = Context(overrides, resumed=True)
     return resolve(replace(checked, resume=config.resume, out_dir=str(out_dir)), Stage.BASE, context)[0]
+
+
+def _is_same_base(given: str | None, saved: str | None) -> bool:
+    """Returns True if both names stand for the same checkpoint. A run on a file from the Hub has saved the commit too."""
+    if given is None or saved is None:
+        return given == saved
+    try:
+        return given == saved.partition("@")[0] or locate(given).resolve() == locate(saved).resolve()
+    except CheckpointError:
+        return given == saved
 
 
 def _group_options(chosen: Collection[str], user_keys: Collection[str], init_from: str | None) -> list[str]:

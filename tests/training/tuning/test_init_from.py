@@ -6,17 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from models import small_model
 from programs import Run, one_sentence
 
 from kernels.select import select
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, TrainConfig, TuneConfig
-from rwkv.errors import CheckpointError
+from rwkv.errors import CheckpointError, UserError
 from rwkv.model.lora import LoraLinear
 from rwkv.model.quantized import PackedLinear
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import JsonTokenizer
+from rwkv.training.run.directory import as_plain
+from rwkv.training.run.opening import open_run
 from rwkv.training.setup import new_model
 from rwkv.training.tuning.init_from import open_init_checkpoint
 
@@ -53,6 +56,23 @@ def test_a_run_begins_with_a_file_and_can_be_resumed(run: Run, tmp_path: Path, t
     status, _, error = run("train", "resume=auto", "trainer.max_steps=2", "trainer.sample_tokens=0")
     assert status == 0
     assert read_checkpoint(tmp_path / "out").step == 2
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_same_command_begins_a_run_and_resumes_it(tmp_path: Path, tokenizer: JsonTokenizer, method: str,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch systems repeat a command. A run with tune=lora has saved the absolute path of its file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("base.safetensors", "other.safetensors"):
+        save(tokenizer, tmp_path / name)
+    config = TrainConfig(init_from="base.safetensors", resume="auto", out_dir="run", tune=TuneConfig(method=method))
+    begun = open_run(config, ["init_from", "resume", "out_dir"], ["tune.method"])
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(yaml.safe_dump(as_plain(begun.config)), encoding="utf-8")
+    assert open_run(config, ["init_from", "resume", "out_dir"], ["tune.method"]).config.init_from == begun.config.init_from
+    for other in ("other.safetensors", "missing.safetensors", None):
+        with pytest.raises(UserError, match=r"began with init_from=.*base\.safetensors"):
+            open_run(replace(config, init_from=other), ["init_from", "resume", "out_dir"], ["tune.method"])
 
 
 @pytest.mark.programs
