@@ -187,7 +187,7 @@ def _composition(config_name: str, schema: type, overrides: list[str], **more: b
 def _chosen_recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
     chosen = dict(map(_split_override, overrides)) if schema is TrainConfig else {}
     kinds = {key: free_text_kind(item) for key, item in options(schema).items()}
-    texts = [key for key, kind in kinds.items() if kind]
+    texts = [key for key, kind in kinds.items() if kind or options(schema)[key].type == list[JsonObject]]
     paths = [key for key, kind in kinds.items() if kind == PATH]
     return {group: recipe.read(recipe.choice_file(chosen[group], configs.CONFIGS / group),
                                groups(schema)).verbatim(texts).from_home(paths)
@@ -208,7 +208,8 @@ def _describe_error(error: "OmegaConfBaseException", schema: type, overrides: li
         key = next((name for name, item in options(schema).items() if name in present and item.type == list[JsonObject]), "")
     where = ""
     for settings in recipes.values() if key not in values else ():
-        if key in settings.options or not key:
+        is_wrong = not where or repr(settings.options.get(key)) in str(error)        # both recipes may set the option
+        if (key in settings.options or not key) and is_wrong:
             values, where = settings.options, f"{settings.path}: "
     expected = _expected_value(key, schema)
     if key in values and values[key] in (None, "null"):

@@ -67,8 +67,8 @@ class Recipe:
 
     def verbatim(self, texts: Collection[str]) -> "Recipe":
         """Returns the recipe with the strings in the file for the options `texts`, which YAML may read as numbers or dates."""
-        other = {key: self.written[key] for key, value in self.options.items()
-                 if key in texts and key in self.written and value is not None and not isinstance(value, str)}
+        other = {key: _as_written(value, self.written[key]) for key, value in self.options.items()
+                 if key in texts and key in self.written}
         return replace(self, options=self.options | other)
 
     def from_home(self, paths: Collection[str]) -> "Recipe":
@@ -163,6 +163,15 @@ def _leaves(content: JsonObject, prefix: str = "") -> Iterator[tuple[str, object
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value or None if isinstance(value, dict) else value
+
+
+def _as_written(value: Any, written: Any) -> Any:
+    """Returns `value` with the strings in `written` for its numbers, dates and booleans."""
+    if isinstance(value, list):
+        return [_as_written(*pair) for pair in zip(value, written, strict=True)]
+    if isinstance(value, dict):
+        return {key: _as_written(item, written.get(key, item)) for key, item in value.items()}      # <<: adds keys
+    return value if value is None or isinstance(value, str) else written
 
 
 def _escape_interpolation(value: object) -> object:

@@ -3,6 +3,7 @@
 import math
 import operator
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_options(self, "data.")
+        for entry in self.sources:
+            for name in ("weight", "val_fraction"):
+                if isinstance(entry, dict) and isinstance(entry.get(name), str):     # YAML reads 1e-1 as a string
+                    with suppress(ValueError):
+                        entry[name] = float(entry[name])
 
 
 @dataclass

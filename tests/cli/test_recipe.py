@@ -64,6 +64,21 @@ def test_a_name_in_a_recipe_is_the_text_as_written(tmp_path: Path, option: str, 
     assert attrgetter(option)(composed("train", f"experiment={tmp_path / 'mine.yaml'}")) == value
 
 
+def test_sources_in_a_recipe_are_read_as_written_and_their_numbers_are_numbers(tmp_path: Path) -> None:
+    """YAML reads 1e-1 as a string, no as False, and 1.10 as 1.1."""
+    (tmp_path / "mine.yaml").write_text("data: mix\ndata.sources:\n- {path: no, weight: 1e-1, separator: 1.10, field: null}\n"
+                                        "- {path: 2026-01-01, weight: 7, val_fraction: 5e-2}\n")
+    assert composed("train", f"experiment={tmp_path}/mine.yaml").data.sources == [
+        {"path": "no", "weight": 0.1, "separator": "1.10", "field": None},
+        {"path": "2026-01-01", "weight": 7.0, "val_fraction": 0.05}]
+
+
+def test_the_file_with_the_wrong_value_is_named(run: Run, tmp_path: Path) -> None:
+    """The second file sets the same option to a good value."""
+    (tmp_path / "mine.yaml").write_text("trainer: {max_steps: 1e2}\n")
+    one_sentence(run("train", f"experiment={tmp_path}/mine.yaml", "debug=fast"), "mine.yaml: trainer.max_steps", "got 1e2")
+
+
 def test_recipes_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text("optim.lr: 1e-4")

@@ -6,10 +6,11 @@
     name     the NAME in val/loss/NAME, the metric of the source's validation loss; by default the last part of the path
     data     the kind of data, as in data=; by default inferred from the path
 
-The other entries are options as in a run on that source alone (SOURCE_OPTIONS). Each source has its own validation split, as in
+The other entries are options as in a run on that source alone. Each source has its own validation split, as in
 a run on that source alone. All sources use the same tokenizer. This module does not import PyTorch.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -24,8 +25,8 @@ from rwkv.config import SOURCES, TOKENS, DataConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 
-SOURCE_OPTIONS = ("path", "field", "separator", "split", "val_fraction")
-ENTRIES = ("name", "data", "weight", *SOURCE_OPTIONS)
+TEXTS = ("name", "path", "field", "separator", "split")
+ENTRIES = (*TEXTS, "data", "weight", "val_fraction")
 KINDS = tuple(kind for kind in (*SOURCES, *TOKENS) if kind != "chat")
 EXAMPLE = "data.sources=[{path: A.jsonl, weight: 0.7}, {path: B.txt, weight: 0.3}]"
 SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "hf",
@@ -89,6 +90,9 @@ def _check_entry(entry: object, where: str) -> None:
             close = get_close_matches(str(key), ENTRIES, n=1)
             raise UserError(f"{where} has the unknown key {key}. "
                             + (f"Did you mean {close[0]}?" if close else f"The known keys are {', '.join(ENTRIES)}"))
+    for key in ("data", *TEXTS):
+        if isinstance(entry.get(key), (bool, list, dict)):
+            raise UserError(f"{where}.{key} must be a text, if necessary in quotes; got {json.dumps(entry[key])[:60]}")
     weight = entry.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
         raise UserError(f"{where}.weight must be a positive finite number; got {weight!r}")
@@ -107,9 +111,11 @@ def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
     if kind not in KINDS:
         reason = ", but conversations cannot be mixed" if kind == "chat" else ""
         raise UserError(f"{where}.data must be one of {', '.join(KINDS)}; got {kind}{reason}")
-    overrides = {name: entry[name] for name in SOURCE_OPTIONS if entry.get(name) is not None} | {"path": path}
+    overrides: JsonObject = {name: str(entry[name]) for name in TEXTS if entry.get(name) is not None}
+    if entry.get("val_fraction") is not None:
+        overrides["val_fraction"] = entry["val_fraction"]
     try:
-        return replace(config, sources=[], **overrides, name=kind)
+        return replace(config, sources=[], **overrides | {"path": path, "name": kind})
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
 
