@@ -89,7 +89,7 @@ class DataConfig:
                                  needs=("data.streaming", True))
     val_documents: int = option(256, "validation documents, from the stream's start", least=1, needs=("data.streaming", True))
     tokenizer: str = option("bpe", "byte, char, bpe (trained on the text), world, FILE.json or FILE.txt", verbatim=PATH)
-    vocab_size: int = option(2048, "vocabulary size of a bpe tokenizer", least=257, most=2**24)
+    vocab_size: int = option(2048, "vocabulary size of a bpe tokenizer", least=257, most=2**24, needs=("data.tokenizer", "bpe"))
     end_of_text: str | None = option(None, "end-of-text token; null: the one in FILE.json", verbatim=NAME, filled=True)
     batch_size: int = option(8, "batch size: windows per backward pass, over all processes", least=1)
     cache_dir: str = option(".cache", "cache folder for tokenised data", verbatim=PATH, filled=True)

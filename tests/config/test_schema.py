@@ -45,6 +45,8 @@ def test_an_option_without_its_requirement_is_refused_only_if_the_user_set_it() 
     require_effect(config, ["seed"])
     with pytest.raises(UserError, match=r"optim\.matrix_lr requires optim=muon or normuon; got optim=adamw"):
         require_effect(config, ["optim.matrix_lr"])
+    with pytest.raises(UserError, match=r"data\.vocab_size requires data\.tokenizer=bpe; got data\.tokenizer=world"):
+        require_effect(TrainConfig(data=DataConfig(tokenizer="world")), ["data.vocab_size"])
     with pytest.raises(UserError, match=r"logger\.arguments requires logger\._target_="):
         require_effect(config, ["logger.arguments"])
     require_effect(TrainConfig(logger=LoggerConfig(name="own", _target_="a.Logger")), ["logger.arguments"])
