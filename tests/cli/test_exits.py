@@ -121,6 +121,8 @@ def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:
     Path("mine", "config.yaml").write_text("seed: 0")
     one_sentence(run("train", "out_dir=mine"), "out_dir=mine exists already", "resume=auto")
     one_sentence(run("train", "out_dir=mine/thesis.txt"), "out_dir=mine/thesis.txt is a file")
+    Path("mine", "config.yaml").rename("mine/sweep.json")
+    one_sentence(run("train", "resume=auto", "out_dir=mine"), "contains a sweep", "-m resume=auto out_dir=mine")
 
 
 def test_a_folder_that_cannot_be_created_is_named_before_any_work(tmp_path: Path) -> None:

@@ -80,18 +80,16 @@ def run_folder(out_dir: str) -> Path:
     return path if path.name not in ("", "..") else path.resolve()
 
 
-def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
-    """Raises UserError if the directory is not writable, or contains files other than a lock, logs and system files.
-
-    `resume` is the option that continues a run, for the error message.
-    """
+def require_unused(out_dir: Path) -> None:
+    """Raises UserError if the directory is not writable, or contains files other than a lock, logs and system files."""
     if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f"out_dir={out_dir} is a file, but must be a folder: choose another out_dir=")
     if out_dir.exists() and not all(map(_is_ignored, out_dir.iterdir())):
         if not any((out_dir / name).is_file() for name in (CONFIG_FILE, SWEEP)):
             raise UserError(f"out_dir={out_dir} contains files that do not belong to a run: choose another out_dir=")
-        raise UserError(f"out_dir={out_dir} exists already. Choose another out_dir=, or continue with {resume} "
-                        f"{quote(f'out_dir={out_dir}')}")
+        kind, resume = ("sweep", "-m resume=auto") if (out_dir / SWEEP).is_file() else ("run", "resume=auto")
+        raise UserError(f"out_dir={out_dir} exists already and contains a {kind}. Choose another out_dir=, or continue with "
+                        f"{resume} {quote(f'out_dir={out_dir}')}")
     existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if os.path.lexists(folder))
     if not existing.is_dir():
         raise UserError(f"out_dir={out_dir} cannot be created, because {existing} is a file, or a link to a missing folder: "

@@ -53,7 +53,6 @@ FAILED = "failed"
 UNAVAILABLE = "unavailable"
 STOPPED = "stopped"
 WAITING = "waiting"
-RESUME = "-m resume=auto"
 SWEEP_OPTIONS = ("out_dir", "resume")    # the sweep has these options, and each run has values of its own
 SETTINGS = "sweep."                      # options with this prefix belong to the sweep and are not passed to runs
 SOME_FAILED = 1                          # the exit status of a sweep with failed runs
@@ -119,7 +118,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock.hold(sweep.folder)
     if line.verbatim.get("resume", "null") == "null":
-        require_unused(sweep.folder, RESUME)     # another process may have used the folder before the lock
+        require_unused(sweep.folder)     # another process may have used the folder before the lock
     sweep.save()
     try:
         stopped = train_all(sweep, launcher)
@@ -212,7 +211,7 @@ def open_sweep(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     folder = run_folder(given.out_dir) if given.out_dir else new_folder("sweep_")
     entries: list[Entry] = []
     if given.resume is None:
-        require_unused(folder, RESUME)
+        require_unused(folder)
     elif given.resume != "auto" or given.out_dir is None:
         raise UserError("resuming a sweep requires resume=auto out_dir=DIR, where DIR is the sweep's directory")
     else:
@@ -220,7 +219,7 @@ def open_sweep(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
         if not entries and not adds_runs:
             raise UserError(f"out_dir={folder} must be the directory of a sweep, but contains no {run_files.SWEEP}")
         if not entries:
-            require_unused(folder, RESUME)
+            require_unused(folder)
     jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
     configs = {entry.name: job.config for entry, job in zip(entries, jobs, strict=True)}
     sweep = Sweep(folder, settings, setting_overrides, entries, configs)
