@@ -61,10 +61,9 @@ def _one_line(text: str) -> str:
 def run_options(folder: Path, arguments: list[str]) -> list[str]:
     """Returns the options of train.py that start the run in `folder`, or that resume a run that has started."""
     started = (folder / CONFIG_FILE).is_file()
-    options = [argument for argument in arguments if not (started and argument.startswith("init_from="))]
-    keys = {argument.partition("=")[0] for argument in options}
+    keys = {argument.partition("=")[0] for argument in arguments}
     defaults = {"out_dir": str(folder), "trainer.probe": "true"} | ({"resume": "auto"} if started else {})
-    return [*options, *(f"{key}={value}" for key, value in defaults.items() if key not in keys)]
+    return [*arguments, *(f"{key}={value}" for key, value in defaults.items() if key not in keys)]
 
 
 def stop_with_parent() -> None:
