@@ -153,7 +153,7 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
                 pending.clear()
     if learnt < 2:
         more = f" with an answer to learn, and {others} without an answer to learn" if others else ""
-        name = "pairs of answers" if pairs else "conversations"
+        name = f"pair{'s' * (learnt != 1)} of answers" if pairs else f"conversation{'s' * (learnt != 1)}"
         raise UserError(f"data.path={config.path} has {learnt} {name}{more}, but at least two are required: one for training "
                         "and one for validation")
     yield from (conversation._replace(val=conversation.val != conversation.moved, moved=False) for conversation in pending)
