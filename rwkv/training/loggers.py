@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from secrets import token_hex
 from shlex import quote
 from typing import Any, Literal, NamedTuple
 
@@ -149,7 +150,7 @@ def _log_to_wandb(config: LoggerConfig, sweep: Path, rows: Sequence[JsonMapping]
         return
     names = _Names.of(config, sweep.name, "")
     columns: list[str | int] = [*dict.fromkeys(name for row in rows for name in row)]
-    with wandb.init(project=names.project, group=names.group, name=f"{names.group}-report", job_type="report",
+    with wandb.init(id=token_hex(4), project=names.project, group=names.group, name=f"{names.group}-report", job_type="report",
                     dir=_user_setting("root_dir") or sweep,
                     settings=wandb.Settings(silent=_silent(), mode=mode)) as run:
         table = [[row.get(str(name)) if row.get(str(name)) != "" else None for name in columns] for row in rows]
@@ -226,9 +227,11 @@ def _wandb(config: LoggerConfig, out_dir: Path, run: JsonObject, mode: Mode) -> 
         wandb.finish()
     earlier_id = _earlier_id(out_dir)
     names = _Names.of(config, out_dir.parent.name if _in_sweep(out_dir) else None, _default_name(out_dir, run))
+    # The runs of a sweep, and its report, must not share the id in WANDB_RUN_ID
+    run_id = (earlier_id or token_hex(4)) if _in_sweep(out_dir) else _user_setting("run_id") or earlier_id
     try:
         experiment = wandb.init(
-            id=_user_setting("run_id") or earlier_id, resume=_user_setting("resume") or ("allow" if earlier_id else None),
+            id=run_id, resume=_user_setting("resume") or ("allow" if earlier_id else None),
             project=names.project, group=names.group, name=names.name, dir=_user_setting("root_dir") or out_dir, config=run,
             settings=wandb.Settings(silent=_silent(), mode=mode))
     except wandb.errors.Error as error:

@@ -136,8 +136,9 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.programs
 def test_a_sweep_is_uploaded_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                             capsys: pytest.CaptureFixture[str]) -> None:
-    """The runs of the sweep print no command. A run in two parts gets a second command."""
+    """The runs of the sweep print no command. A run in two parts gets a second command. All have ids of their own."""
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_RUN_ID", "job-7")
     (tmp_path / "sweep.json").write_text("{}")
     (tmp_path / "report.html").write_text("a report")
     for name in ("kernel=conv1d", "kernel=torch_scan"):
@@ -151,6 +152,7 @@ def test_a_sweep_is_uploaded_by_one_command(tmp_path: Path, monkeypatch: pytest.
     command = output.partition("`")[2].partition("`")[0]
     listing = subprocess.run(["bash", "-c", command.replace("wandb sync", "ls -d")], capture_output=True, text=True, check=True)
     assert len(listing.stdout.split()) == 3, "two runs and the report"
+    assert len({folder.rpartition("-")[2] for folder in listing.stdout.split()}) == 3
     part = next((tmp_path / "kernel=conv1d" / "wandb").glob("*run-*"))
     shutil.copytree(part, part.with_name(part.name.replace("run-2", "run-3")))
     loggers.log_report(CONFIG, tmp_path, [{"kernel": "conv1d"}], [])
