@@ -47,7 +47,7 @@ from rwkv.training.plan.this_machine import announce_needs, announce_training
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resolve import Context, Stage, resolve
-from rwkv.training.run.resume import require_unfinished
+from rwkv.training.run.resume import is_fixed, require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model, show_conversations
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import build_trainer, prepare_blocks
@@ -183,7 +183,8 @@ def plan(prepared: Prepared) -> LanguageModel:
     announce_needs(run, prepared.needs, prepared.kernel_line, prepared.kernel_error, data, timed)
     if ends_untimed:
         announce_training(run, device, data)
-    distributed.broadcast_from_rank0(lambda: require_capacity(prepared.needs, run.out_dir))
+    distributed.broadcast_from_rank0(lambda: require_capacity(prepared.needs, run.out_dir,
+                                                           is_fixed if run.resume_from else None))
     if ends_untimed:
         sys.exit(0)
     task = new_task(prepared)

@@ -28,6 +28,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for
 from rwkv.training.memory.capacity import needs_here, require_capacity
 from rwkv.training.run.directory import Run
+from rwkv.training.run.resume import is_fixed
 
 
 def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str | None,
@@ -49,7 +50,8 @@ def data_for(run: Run, device: torch.device) -> Corpus:
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
     if not config.only_plans:
-        distributed.broadcast_from_rank0(lambda: require_capacity(needs_here(config, smallest, device), run.out_dir))
+        distributed.broadcast_from_rank0(lambda: require_capacity(needs_here(config, smallest, device), run.out_dir,
+                                                                  is_fixed if run.resume_from else None))
     return distributed.rank0_first(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer, config.tune.prefers))
 
 

@@ -1,6 +1,7 @@
 """Checks before a run starts that the run fits into this machine's free memory and onto the disk."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,14 +58,17 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
-def require_capacity(needs: Needs, out_dir: Path) -> None:
-    """Raises UserError if the run needs more memory than this machine has free, or more disk space than out_dir has free."""
+def require_capacity(needs: Needs, out_dir: Path, is_fixed: Callable[[str], bool] | None = None) -> None:
+    """Raises UserError if the run needs more memory than this machine has free, or more disk space than out_dir has free.
+
+    `is_fixed` returns True for the options that a resumed run must keep. None stands for a new run.
+    """
     config, vocab_size, device, memory = needs
     if device.type == "cuda":            # each process builds the whole model in host memory before moving it to a GPU
         processes = world_size() // config.trainer.num_nodes
         weights = FLOAT * n_parameters(config.model, vocab_size)
         _require_memory(processes * weights, torch.device("cpu"), processes, "use a smaller model=")
-    _require_memory(needs.sharing * memory.least, device, needs.sharing, _advice(needs))
+    _require_memory(needs.sharing * memory.least, device, needs.sharing, _advice(needs, is_fixed))
     _require_disk(config, out_dir, vocab_size)
 
 
@@ -91,16 +95,18 @@ def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
                         "another disk, or use trainer.keep_last=1")
 
 
-def _advice(needs: Needs) -> str:
+def _advice(needs: Needs, is_fixed: Callable[[str], bool] | None) -> str:
     """Returns the first remedy with which the run fits, or else an option to reduce."""
     config, vocab_size, device, memory = needs
     free = free_memory(device)
-    for options, need in remedies(config, vocab_size, world_size(), device.type):
+    for options, need in remedies(config, vocab_size, world_size(), device.type, is_fixed=is_fixed or (lambda key: False)):
         total = needs.sharing * need
         if free is not None and total <= free:
             return f"training needs only {format_bytes(total + _resident_bytes(device, needs.sharing))} with {options}"
     if 2 * memory.workers > memory.total:
         return "use a smaller data.num_workers="
+    if is_fixed is not None:
+        return "resume the run on a machine with more free memory, or start a smaller run with init_from="
     if free is None or needs.sharing * memory.fixed < free:
         return "use a smaller data.batch_size= or model.ctx_len="
     adapters = config.tune.method == "lora" and memory.gradients > frozen_bytes(config, vocab_size)

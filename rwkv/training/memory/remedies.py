@@ -4,7 +4,7 @@ The first options keep the training steps identical. Other optimisers, fewer row
 devices comes last.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -43,14 +43,15 @@ class Variant(NamedTuple):
         return cls(changed, estimate(changed, vocab_size, processes, gpu_memory))
 
 
-def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
-             gpu_memory: int | None = None) -> Iterator[Remedy]:
+def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str, gpu_memory: int | None = None,
+             is_fixed: Callable[[str], bool] = lambda key: False) -> Iterator[Remedy]:
     """Yields the remedies that are compatible with the other options. The run need not fit with a remedy.
 
     Args:
         processes: the number of processes, which share the rows of data.batch_size.
         device: cpu or cuda. Only on GPUs do more processes add memory.
         gpu_memory: the bytes of memory of each process's GPU, as for `estimate`.
+        is_fixed: returns True for an option that must not change.
     """
     sharded = _more_gpus(config, processes) if device == "cuda" else ()
     for options in (*_same_steps(config, processes), *_other_steps(config, processes), *sharded):
@@ -60,7 +61,7 @@ def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
             variant.config.require_separate_updates()
         except UserError:                # the options conflict
             continue
-        if new:
+        if new and not any(map(is_fixed, new)):
             yield Remedy(format_options(new), variant.memory.total)
 
 

@@ -38,6 +38,11 @@ NOT_FIXED = ("data.cache_dir", "data.num_workers", "data.tokenize_workers", "dat
              "data.path", "data.sources")        # the user may have moved the data; the loader rejects different data
 
 
+def is_fixed(key: str) -> bool:
+    """Returns True if a resumed run must keep the option `key`."""
+    return key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED)
+
+
 class Request(NamedTuple):
     """The configuration of a command line, the keys that the user set, and the options that the groups among these keys set."""
 
@@ -151,8 +156,8 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
             continue                     # the run splits the same rows into several passes
         if key == "init_from" and _is_same_base(new, old):
             continue                     # the name may now be written in another way
-        fixed = key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED)
-        if old != new and (fixed or (key == "trainer.tbptt" and not (old and new))):     # the position in the data differs
+        other_position = key == "trainer.tbptt" and not (old and new)        # in the data
+        if old != new and (is_fixed(key) or other_position):
             saved_value = "null" if old is None else old
             raise UserError(f"the run in {out_dir} began with {key}={saved_value}, which cannot change. To resume the run, "
                             f"omit {key}= and any group (such as model=) that sets {key}. To change {key}, start a new run")

@@ -1,6 +1,7 @@
 """Tests how free memory and disk space are found, and which runs are refused before any work."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rwkv.training.callbacks.metrics import peak_memory_mib
 from rwkv.training.memory import capacity
 from rwkv.training.memory import estimate as memory
 from rwkv.training.memory.capacity import free_disk, free_memory, needs_here, require_capacity
+from rwkv.training.run.resume import is_fixed
 
 CPU = torch.device("cpu")
 GB, MIB = 10 ** 9, 2 ** 20
@@ -91,11 +93,12 @@ def test_the_plan_of_a_model_that_cannot_fit_comes_before_the_refusal(run: Run, 
     assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
 
 
-def capacity_error(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def capacity_error(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch,
+                   is_fixed: Callable[[str], bool] | None = None) -> str | None:
     """Returns the error message if the configuration does not fit into `free` bytes, else None."""
     with_memory(free, GB // 10, monkeypatch)
     try:
-        require_capacity(needs_here(config, V, CPU), Path("run"))
+        require_capacity(needs_here(config, V, CPU), Path("run"), is_fixed)
     except UserError as error:
         return str(error)
     return None
@@ -125,6 +128,15 @@ def test_the_remedy_is_the_least_that_helps(free: float, remedy: str, monkeypatc
         smaller = configured(12, 768, B, 512, activation_checkpointing=True, accumulate=accumulate)
         assert capacity_error(smaller, int(free * GB), 2048, monkeypatch) is None
         assert smaller.tokens_per_step == config.tokens_per_step
+
+
+@pytest.mark.parametrize(("free", "remedy"), [
+    (7, "with trainer.activation_checkpointing=true"), (2, "on a machine with more free memory")])
+def test_a_resumed_run_is_advised_to_change_only_what_may_change(free: int, remedy: str,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    message = str(capacity_error(configured(12, 768, 32, 512), free * GB, 2048, monkeypatch, is_fixed))
+    assert remedy in message
+    assert not [key for key in ("data.batch_size", "trainer.accumulate", "optim=", "model") if key in message]
 
 
 def test_where_no_option_suffices_the_advice_is_what_to_lessen(monkeypatch: pytest.MonkeyPatch) -> None:
