@@ -32,23 +32,25 @@ class CommandLine:
     @property
     def keys(self) -> list[str]:
         """Returns the dotted keys that the user set, and the names of the groups with a chosen file."""
-        return [override.partition("=")[0].lstrip("+~") for override in self.overrides] + list(self.verbatim)
+        return [override.partition("=")[0] for override in self.overrides] + list(self.verbatim)
 
     @property
     def chosen(self) -> list[str]:
         """Returns the dotted keys that the chosen files set, such as trainer.accelerator for trainer=cpu."""
         pairs = [override.partition("=")[::2] for override in self.overrides]
-        return [option for group, choice in pairs for option in keys_set_by(group.lstrip("+"), choice)]
+        return [option for group, choice in pairs for option in keys_set_by(group, choice)]
 
 
 def split(arguments: list[str], schema: type) -> CommandLine:
-    """Sorts the arguments into overrides, verbatim values, and flags. The options of `schema` say which values are verbatim."""
+    """Sorts the arguments into overrides, verbatim values, and flags. The options of `schema` say which values are verbatim.
+
+    The + with which Hydra's users add an option to a configuration is dropped, because the schema has all options.
+    """
     line = CommandLine([], {}, [])
     items = options(schema)
-    rest = iter(arguments)
+    rest = (argument.lstrip("+") for argument in arguments)
     for argument in rest:
         key, equals, value = argument.partition("=")
-        key = key.lstrip("+")
         kind = free_text_kind(items[key]) if equals and key in items else None
         if kind and items[key].type == list[str]:
             line.verbatim[key] = [*line.verbatim.get(key, []), value]

@@ -151,7 +151,7 @@ def _parse(override: str, schema: type) -> "Override":
     try:
         return OverridesParser.create().parse_overrides([override])[0]
     except HydraException as error:
-        key = override.partition("=")[0].lstrip("+")
+        key = override.partition("=")[0]
         expected = _expected_value(key, schema)
         reason = f"{key} must be {expected}" if expected else _first_line(error)
         raise UserError(f"cannot read {override}: {reason}") from None
@@ -195,7 +195,7 @@ def _chosen_recipes(overrides: list[str], schema: type) -> dict[str, recipe.Reci
 
 
 def _split_override(override: str) -> tuple[str, str]:
-    key, _, value = override.lstrip("+").partition("=")
+    key, _, value = override.partition("=")
     return key, value
 
 

@@ -25,7 +25,6 @@ def check_override(override: str, schema: type) -> None:
     key, equals, value = override.partition("=")
     if not equals:
         raise UserError(f"cannot read {override!r}: options must be written as KEY=VALUE, such as {_example(override, schema)}")
-    key = key.lstrip("+")
     if key.startswith(recipe.SWEPT):
         return
     if key.startswith(("hydra.", "hydra/")):

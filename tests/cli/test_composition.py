@@ -41,6 +41,12 @@ def test_the_defaults_are_those_of_the_dataclasses() -> None:
     assert composed("evaluate") == EvaluateConfig()
 
 
+@pytest.mark.parametrize("mark", ["+", "++"])
+def test_hydra_s_mark_of_an_addition_changes_nothing(mark: str) -> None:
+    config = composed("train", f"{mark}optim.lr=1e-4", f"{mark}model=small", f"{mark}data.path=a,b")
+    assert config == composed("train", "optim.lr=1e-4", "model=small", "data.path=a,b")
+
+
 def test_the_last_rate_follows_the_first() -> None:
     assert composed("train").optim.last_lr == 1.5e-4
     assert composed("train", "optim.lr=1e-4").optim.last_lr == 5e-6
