@@ -146,7 +146,11 @@ def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Ada
 
 
 def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: float | None) -> Adapter:
-    tensors = formats.recognise(path).read(path).tensors
+    content = formats.recognise(path).read(path)
+    if content.entry is not None:
+        raise CheckpointError(f"{path} is a checkpoint of a training run, which states its base and LoRA's alpha: pass the run "
+                              "as checkpoint=, or the folder adapter/ that the run wrote at its end as lora=")
+    tensors = content.tensors
     modules, others = _by_module(tensors)
     if not modules:
         raise CheckpointError(f"{path} is not an adapter: no tensor name ends in .lora_A, .lora_B, .disha or .bone")

@@ -10,8 +10,9 @@ from models import small_model, tokens
 from torch import Tensor
 from tuned_runs import write_run
 
-from rwkv.checkpoint.files import read_checkpoint
+from rwkv.checkpoint.files import read_checkpoint, with_adapter
 from rwkv.checkpoint.tuned import is_exact, surviving_fraction
+from rwkv.errors import CheckpointError
 from rwkv.generation.decoder import decoder_of
 from rwkv.model.decoding.c_step import is_plain
 from rwkv.pretrained import RWKV, adapter_rounding_lines
@@ -63,6 +64,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def base_of(folder: Path, dtype: str) -> Path:
     return folder / (f"{dtype}.gguf" if dtype[0] == "q" else f"{dtype}.safetensors")
+
+
+@pytest.mark.parametrize("alpha", [None, 8.0])
+def test_a_run_is_no_adapter_without_its_alpha(folder: Path, alpha: float | None) -> None:
+    """Any alpha would be accepted, although the run states its own."""
+    with pytest.raises(CheckpointError, match=r"checkpoint=.*adapter/"):
+        with_adapter(read_checkpoint(base_of(folder, "float32")), folder / "float32", alpha)
 
 
 @pytest.mark.parametrize("dtype", BASES)
