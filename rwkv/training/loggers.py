@@ -223,8 +223,6 @@ class _Names(NamedTuple):
 def _wandb(config: LoggerConfig, out_dir: Path, run: JsonObject, mode: Mode) -> WandbLogger:
     import wandb
 
-    if wandb.run is not None:            # an earlier run in this process is still open
-        wandb.finish()
     earlier_id = _earlier_id(out_dir)
     names = _Names.of(config, out_dir.parent.name if _in_sweep(out_dir) else None, _default_name(out_dir, run))
     # The runs of a sweep, and its report, must not share the id in WANDB_RUN_ID
@@ -279,8 +277,11 @@ def _silent() -> bool:
 
 
 def _mode() -> Mode:
+    """Returns W&B's mode. If an earlier run in this process is still open, finishes it first, because a login requires that."""
     import wandb
 
+    if wandb.run is not None:
+        wandb.finish()
     settings = wandb.setup(wandb.Settings(silent=_silent())).settings
     if settings._noop:                   # mode=disabled sets this
         return "disabled"

@@ -57,6 +57,14 @@ def wandb_run(config: LoggerConfig, out_dir: Path, resumed_at: int | None = None
     return logger.experiment
 
 
+@pytest.mark.programs
+def test_an_open_run_is_finished_before_a_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb_run(CONFIG, tmp_path / "earlier")
+    loggers.require(CONFIG)
+    assert wandb.run is None
+
+
 VARIABLES = {"WANDB_PROJECT": "theirs", "WANDB_NAME": "a name", "WANDB_RUN_GROUP": "a group", "WANDB_NOTES": "a note",
              "WANDB_TAGS": "one,two", "WANDB_JOB_TYPE": "train", "WANDB_ENTITY": "someone"}
 

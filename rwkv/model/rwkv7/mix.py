@@ -285,12 +285,12 @@ class Block(nn.Module):
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
         x = self.ln0(x) if self.first else x
-        carry = carry or Carry()
-        if self.first and carry.tokens is not None:
-            carry = carry._replace(embedded=x)
-        mixed, att_x, wkv, v_first = self.att(self.ln1(x), att_x, wkv, carry.v_first, packing, partial(self.ln1, x))
-        carry = carry._replace(v_first=v_first)
+        v_first, tokens, embedded = carry or Carry()
+        if self.first and tokens is not None:
+            embedded = x
+        mixed, att_x, wkv, v_first = self.att(self.ln1(x), att_x, wkv, v_first, packing, partial(self.ln1, x))
+        carry = Carry(v_first, tokens, embedded)         # torch.compile of torch 2.11 does not support _replace()
         x = x + mixed
-        deep = () if carry.tokens is None else (carry,)
+        deep = () if tokens is None else (carry,)
         mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing, partial(self.ln2, x), *deep)
         return x + mixed, None if wkv is None else State(att_x, wkv, ffn_x), carry

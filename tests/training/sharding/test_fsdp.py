@@ -281,10 +281,11 @@ TALK = (*COMMON, "data=chat", "optim.lr=1e-3", "tune.guard=null", "model.ctx_len
 TALKS, PAIRS = ("data.path=talks.jsonl",), ("data.path=pairs.jsonl", "tune.objective=dpo")
 TUNED = {"lora": (*TALKS, "tune=lora", "tune.rank=2"), "state": (*TALKS, "tune=state"),
          "dpo": (*PAIRS, "tune=lora", "tune.rank=2"), "dpo-full": (*PAIRS, "optim.lr=1e-4")}
-OPTIMISERS = {"adamw": ("optim.name=adamw",), "normuon": NORMUON}
+OPTIMISERS = {"adamw": ("optim.name=adamw",), "normuon": NORMUON}        # states have no weight decay, NORMUON's second option
 MATRIX = {f"{generation}-{optim}": (*TEXT, *(RWKV7 if generation == "rwkv7" else ()), *options)
           for generation in ("rwkv4", "rwkv7") for optim, options in OPTIMISERS.items()}
-MATRIX |= {f"{generation}-{optim}-{method}": (*TALK, *tuned, *options, f"init_from=base{generation[-1]}.safetensors")
+MATRIX |= {f"{generation}-{optim}-{method}": (*TALK, *tuned, *(options[:1] if method == "state" else options),
+                                             f"init_from=base{generation[-1]}.safetensors")
            for generation in ("rwkv4", "rwkv7") for optim, options in OPTIMISERS.items() for method, tuned in TUNED.items()
            if (generation, method) != ("rwkv4", "state")}
 MATRIX["fp16"] = (*TEXT, *RWKV7, "trainer.precision=fp16-mixed")
