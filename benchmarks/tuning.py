@@ -25,9 +25,10 @@ from kernels.bench.results import check_folder, output_file, publish
 from kernels.machine import hardware
 
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
-WAYS = {"full": ("optim.lr=1e-3",), "lora": ("tune=lora", "optim.lr=5e-3"), "state": ("tune=state", "optim.lr=5e-2")}
+WAYS = {"full": ("optim.lr=1e-3",), "lora": ("tune=lora", "optim.lr=5e-3"),
+        "state": ("tune=state", "optim.lr=5e-2", "optim.min_lr=1e-4")}
 COMMON = ("data.batch_size=8", "model.ctx_len=128", "trainer=cpu", "logger=csv", "data.cache_dir=cache",
-          "trainer.sample_every=0", "optim.min_lr=1e-4", "trainer.val_every=100000", "trainer.sample_tokens=0")
+          "trainer.sample_every=0", "trainer.val_every=100000", "trainer.sample_tokens=0")
 MODEL = ("model=rwkv7_tiny", "model.n_layer=2", "model.n_embd=128")
 PLACES = ("first", "second", "third", "fourth", "fifth", "sixth")
 Pair = tuple[str, str]
@@ -124,7 +125,7 @@ def main() -> None:
     new = third_word_pairs([word for word in other if word not in known], 50, chance)
     if not (folder / "base").exists():
         train(folder, "base", *MODEL, "data=chat", "data.path=base.jsonl", "data.tokenizer=byte", "data.val_fraction=0.002",
-              f"trainer.max_steps={options.base_steps}", "optim.lr=3e-3")
+              f"trainer.max_steps={options.base_steps}", "optim.lr=3e-3", "optim.min_lr=1e-4")
     results = [{"way": "before", "same_words": matches(folder, "base", same), "new_words": matches(folder, "base", new)}]
     for way in options.ways:
         seconds = train(folder, way, "data=chat", "data.path=rule.jsonl", "data.val_fraction=0.01", "init_from=base",

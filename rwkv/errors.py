@@ -16,8 +16,10 @@ class UnreadableError(CheckpointError):
     """
 
 
-def full_gpu(error: BaseException) -> str | None:
-    """Returns a sentence about a GPU without enough memory if that is torch's error, or None. Does not import torch."""
-    if type(error).__name__ != "OutOfMemoryError":
+def gpu_memory_message(error: BaseException) -> str | None:
+    """Returns a one-line message if torch or CUDA has run out of GPU memory, otherwise None. Does not import torch."""
+    text = str(error)
+    if type(error).__name__ != "OutOfMemoryError" and "CUDA error: out of memory" not in text:
         return None
-    return "the GPU has too little free memory: " + "; ".join(str(error).split(". ")[1:3])
+    details = "; ".join(text.split(". ")[1:3]) if "Tried to allocate" in text else ""
+    return f"out of GPU memory: {details}" if details else "out of GPU memory"

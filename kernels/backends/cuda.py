@@ -114,7 +114,7 @@ def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
 
 
 def why_not() -> str | None:
-    """Returns what is missing, with the remedy, if NVRTC or the driver cannot be loaded, or NVRTC does not know the GPU."""
+    """Returns the reason and the remedy if NVRTC or the driver cannot be loaded, or NVRTC does not support the GPU."""
     try:
         _nvrtc()
         _driver()

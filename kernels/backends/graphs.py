@@ -26,8 +26,10 @@ def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]
                 run()
         except RuntimeError as error:
             torch.cuda.set_stream(stream)                # a failed capture may leave its own stream selected
-            warnings.warn("kernels are launched one by one, which is slower, because the capture of a CUDA graph failed: "
-                          f"{str(error).partition(chr(10))[0]}", stacklevel=2)
+            cause = error.__context__ or error           # the end of a capture that has failed raises an error of its own
+            reason = str(cause).partition("\n")[0]
+            warnings.warn(f"CUDA graph capture failed ({reason}): kernels are launched one by one, which is slower",
+                          stacklevel=2)
             return lambda: _run_on(device, run)
     return graph.replay
 

@@ -148,8 +148,8 @@ def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Ada
 def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: float | None) -> Adapter:
     content = formats.recognise(path).read(path)
     if content.entry is not None:
-        raise CheckpointError(f"{path} is a checkpoint of a training run, which states its base and LoRA's alpha: pass the run "
-                              "as checkpoint=, or the folder adapter/ that the run wrote at its end as lora=")
+        raise CheckpointError(f"{path} is a training checkpoint, not an adapter: use checkpoint=RUN, or lora=RUN/adapter, "
+                              "which the run writes when it finishes")
     tensors = content.tensors
     modules, others = _by_module(tensors)
     if not modules:
@@ -332,7 +332,7 @@ def adapt_weight(weight: Stored, change: Change, path: Path) -> Stored:
             W = weight.get()
             return change(W.to(torch.promote_types(W.dtype, torch.float32)))
 
-    # weight.get() has checked the base's values, so that only the adapter can be the source of infinite ones
+    # weight.get() has checked the base's values, so non-finite values can only come from the adapter
     return replace(weight, source=f"the adapter {path}", dtype=torch.float32, data=data, mapped=False)
 
 

@@ -118,7 +118,8 @@ def _sweep_overrides(config_name: str, schema: type, line: CommandLine) -> list[
     single = [override for override in line.overrides if not any(swept for _, swept in _combinations([override], schema))]
     with _composition(config_name, schema, single, return_hydra_config=True) as composed:
         params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
-    return [f"{key}={value}" for key, value in params.items() if key not in line.keys]
+    plain = {key.lstrip("+"): value for key, value in params.items()}
+    return [f"{key}={value}" for key, value in plain.items() if key not in line.keys]
 
 
 def _combinations(overrides: list[str], schema: type) -> list[tuple[list[str], dict[str, str]]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kernels.registry import KernelUnavailable, UnknownKernel
-from rwkv.errors import UserError, full_gpu
+from rwkv.errors import UserError, gpu_memory_message
 from rwkv.io import signals
 from rwkv.io.broken_pipe import abandon
 
@@ -21,7 +21,7 @@ INTERRUPTED = 130
 def exit_on_user_error() -> Iterator[None]:
     """Prints the message of a user's error in the `with` block, and exits with status 2. Other errors keep their traceback.
 
-    A GPU without enough memory and arguments that are not UTF-8 are a user's error. The signals of rwkv/io/signals.py end the
+    Running out of GPU memory and arguments that are not UTF-8 count as user errors. The signals of rwkv/io/signals.py end the
     `with` block like Ctrl-C, with exit status 130, and are ignored after the block. Characters outside the encoding of standard
     output are printed as ?.
     """
@@ -44,7 +44,7 @@ def exit_on_user_error() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except RuntimeError as error:
-        if (sentence := full_gpu(error)) is None:
+        if (sentence := gpu_memory_message(error)) is None:
             raise
         print(f"error: {sentence}. Use a smaller model, a smaller batch or another dtype", file=sys.stderr)
         sys.exit(USER_ERROR)

@@ -58,7 +58,7 @@ def require_workers(count: int) -> None:
 
 
 class TrainingLoader(StatefulDataLoader):
-    """A StatefulDataLoader that also continues from the state of a loader with a different number of workers.
+    """A StatefulDataLoader that can load the state of a loader with a different number of workers.
 
     Without workers, a state has the sampler's position at the top level; with workers, in the main snapshot, which torchdata
     takes at each batch. The workers themselves have no state, and draw no random numbers.
@@ -66,7 +66,7 @@ class TrainingLoader(StatefulDataLoader):
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         position = state_dict.get("_snapshot", {}).get("_main_snapshot", state_dict)
-        if position.get("_num_workers", 0) != self.num_workers:
+        if state_dict and position.get("_num_workers", 0) != self.num_workers:
             state_dict = self._state_at(position)
         super().load_state_dict(state_dict)
 

@@ -181,7 +181,10 @@ def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Creates the folder, and locks it. If another process holds the lock, says so and waits."""
+    """Creates the folder, locks it, and deletes what a killed process left unfinished.
+
+    If another process holds the lock, says so and waits.
+    """
     in_use = f"another run is tokenising the same data into {folder}: waiting for that run"
 
     def unprotected(reason: str) -> None:
@@ -190,13 +193,16 @@ def _locked(folder: Path) -> Iterator[None]:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = lock_folder(folder, 0, in_use, unprotected)
+        except UserError as waiting:
+            print(waiting, file=sys.stderr)
+            lock = lock_folder(folder, FOREVER, in_use, unprotected)
     except OSError as error:
         raise UserError(cannot_write(folder, error)) from None
-    try:
-        lock = lock_folder(folder, 0, in_use, unprotected)
-    except UserError as waiting:
-        print(waiting, file=sys.stderr)
-        lock = lock_folder(folder, FOREVER, in_use, unprotected)
+    if lock is not None:
+        for leftover in folder.glob(".*.*"):     # not the lock
+            leftover.unlink()
     try:
         yield
     finally:
@@ -205,8 +211,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> JsonObject:
-    for leftover in folder.glob(".*.*"):         # temporary files of a killed process; not the lock
-        leftover.unlink()
     dtype = dtype_of(tokenizer)
     shards = _write_shards(source, tokenizer, counter, folder, dtype, workers)
     documents = {split: _write_starts(folder, shards, split, dtype, tokenizer.end_of_text) for split in SPLITS}

@@ -34,8 +34,8 @@ from rwkv.errors import UserError
 from rwkv.model.decoding.c_step import token_sampler
 
 BLOCK = 512                              # tokens per partial sum of probabilities
-# Bytes per row and token on a GPU: 4 copies of the logits, triton_v0's list, and PenaltyTable with up to twice as many rows
-GPU_BYTES = 4 * 4 + 8 + 2 * 9
+PENALTY_BYTES = 2 * 9                    # per row and token in a PenaltyTable, which has up to twice as many rows
+GPU_BYTES = 4 * 4 + 8 + PENALTY_BYTES    # per row and token on a GPU, with 4 copies of the logits and triton_v0's list
 SHORTLIST = 256                          # candidates sorted first, because sorting a whole vocabulary takes milliseconds
 
 

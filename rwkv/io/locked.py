@@ -1,5 +1,7 @@
 """Locks a folder, such as a run's or the server's, so that only one process can use it."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,14 +10,16 @@ from filelock import FileLock, Timeout
 from rwkv.errors import UserError
 
 NAME = ".lock"
-FOREVER = -1                             # in place of seconds
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+FOREVER = -1                             # patience without a limit
 
 
 def lock_folder(folder: Path, patience: float, in_use: str, unprotected: Callable[[str], object]) -> FileLock | None:
     """Locks an existing folder, until release() is called or the lock object is deleted.
 
     Waits `patience` seconds, or FOREVER. Raises UserError(in_use) if another process, or another lock object, still holds the
-    lock then. If the file system does not support locks, calls unprotected(reason) and returns None.
+    lock then, and OSError if the lock's file cannot be written. If the file system does not support locks, calls
+    unprotected(reason) and returns None.
     """
     lock = FileLock(folder / NAME, thread_local=False, fallback_to_soft=False)       # a lock file would remain after a crash
     try:
@@ -23,6 +27,8 @@ def lock_folder(folder: Path, patience: float, in_use: str, unprotected: Callabl
     except Timeout:
         raise UserError(in_use) from None
     except OSError as error:
-        unprotected(error.strerror or "no locks")
+        if error.errno not in NO_LOCKS:
+            raise
+        unprotected(os.strerror(error.errno))
         return None
     return lock

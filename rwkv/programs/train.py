@@ -21,12 +21,12 @@ SIGUSR1, SIGUSR2, SIGXCPU. The exit status is then 130. In SLURM:
   [ $? = 130 ] && scontrol requeue $SLURM_JOB_ID
 resume=auto, with out_dir=DIRECTORY for an older run, resumes a run that was
 stopped or killed, with bit-identical results. A run without a checkpoint starts
-again, and its files move to DIRECTORY/unsaved-1. With init_from=FILE too, the
-first start tunes FILE, and later ones resume the run. The options of the model
-and the data, trainer.accumulate, trainer.val_tokens, optim.name,
-optim.weight_decay and optim.*_lr_scale keep their values; other options on the
-command line apply from the next step. trainer.max_steps=MORE or
-trainer.epochs=MORE extends a run.
+again, and its files move to DIRECTORY/unsaved-1. With init_from=FILE and
+out_dir=DIRECTORY, the first call fine-tunes FILE, and later calls resume that
+run. The options of the model and the data, trainer.accumulate,
+trainer.val_tokens, optim.name, optim.weight_decay and optim.*_lr_scale keep
+their values; other options on the command line apply from the next step.
+trainer.max_steps=MORE or trainer.epochs=MORE extends a run.
 
 Recipes. experiment=FILE.yaml reads options from a file, in groups or by their
 command-line names; options on the command line override the file's. FILE may be

@@ -22,7 +22,7 @@ from rwkv.data.loaders import DataModule, require_workers, validation_rows, work
 from rwkv.data.prepare import Corpus
 from rwkv.data.validation import limit_validation
 from rwkv.distributed import log
-from rwkv.errors import UserError, full_gpu
+from rwkv.errors import UserError, gpu_memory_message
 from rwkv.io.json_types import JsonObject
 from rwkv.io.signals import caught_signals
 from rwkv.model.base import generation
@@ -136,7 +136,7 @@ def prepare(run: Run) -> Prepared:
     # Called before the data are read: raises UserError if the rows cannot be divided among the processes
     rows = rows_per_process(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     operator, kernel_line = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
-    distributed.broadcast_from_rank0(lambda: require(config.logger, config.only_plans))
+    distributed.broadcast_from_rank0(lambda: require(config.logger, config.only_plans or config.data.preview))
     require_workers(config.data.num_workers)
     data = data_for(run, device)
     if config.data.preview:
@@ -183,8 +183,7 @@ def plan(prepared: Prepared) -> LanguageModel:
     announce_needs(run, prepared.needs, prepared.kernel_line, prepared.kernel_error, data, timed)
     if ends_untimed:
         announce_training(run, device, data)
-    distributed.broadcast_from_rank0(lambda: require_capacity(prepared.needs, run.out_dir,
-                                                           is_fixed if run.resume_from else None))
+    distributed.broadcast_from_rank0(lambda: require_capacity(prepared.needs, run.out_dir, is_fixed if run.exists else None))
     if ends_untimed:
         sys.exit(0)
     task = new_task(prepared)
@@ -261,7 +260,8 @@ def fit(built: Built, run: Run) -> Result:
         remedy = "start a new run with a smaller data.batch_size= or model.ctx_len="
         if not run.config.trainer.activation_checkpointing:
             remedy = f"{continue_with} trainer.activation_checkpointing=true"
-        raise UserError(f"training stopped at step {trainer.global_step}: {full_gpu(error)}. To need less, {remedy}") from None
+        raise UserError(f"training stopped at step {trainer.global_step}: {gpu_memory_message(error)}. To reduce memory use, "
+                        f"{remedy}") from None
     except Diverged as error:
         write_report(run.out_dir)
         saved = any((run.out_dir / FOLDER).glob("*.ckpt"))

@@ -38,10 +38,10 @@ SAMPLE_COLUMNS = ("step", "prompt", "text")
 SAMPLES_SHOWN = 100                      # limits W&B's table of samples, because each update uploads the whole table
 
 
-def require(config: LoggerConfig, only_plans: bool = False) -> None:
+def require(config: LoggerConfig, logs_nothing: bool = False) -> None:
     """Raises UserError if the logger's package cannot be imported or rejects a name, or if W&B rejects the user's login.
 
-    `only_plans` is True if no run will be logged.
+    `logs_nothing` is True if no run will be logged.
     """
     if config._target_ is not None:
         _custom_logger(config, TrackerRun(config.project, PROJECT, config.group, "run", Path(), continued=False))
@@ -59,8 +59,8 @@ def require(config: LoggerConfig, only_plans: bool = False) -> None:
     except (wandb.errors.UsageError, ValueError) as error:       # pydantic's ValidationError is a ValueError
         raise UserError("W&B rejected logger.project=, logger.group=, logger.run_name= or a W&B setting, such as a WANDB_ "
                         f"environment variable: {' '.join(str(error).split())}") from None
-    if not only_plans:
-        _mode()
+    if not logs_nothing:
+        _log_in()
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: int | None = None) -> list[Logger]:
@@ -86,7 +86,7 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
         return [file, logger]
     if config.name == "csv":
         return [file]
-    mode = _mode()
+    mode = _log_in()
     if mode == "disabled":
         print("W&B is disabled in the user's settings (WANDB_MODE or `wandb disabled`): only metrics.csv holds the metrics",
               file=sys.stderr)
@@ -145,7 +145,7 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[JsonMapping], f
 def _log_to_wandb(config: LoggerConfig, sweep: Path, rows: Sequence[JsonMapping], files: Iterable[Path]) -> None:
     import wandb
 
-    mode = _mode()
+    mode = _log_in()
     if mode == "disabled":
         return
     names = _Names.of(config, sweep.name, "")
@@ -225,17 +225,19 @@ def _wandb(config: LoggerConfig, out_dir: Path, run: JsonObject, mode: Mode) -> 
 
     earlier_id = _earlier_id(out_dir)
     names = _Names.of(config, out_dir.parent.name if _in_sweep(out_dir) else None, _default_name(out_dir, run))
-    # The runs of a sweep, and its report, must not share the id in WANDB_RUN_ID
-    run_id = (earlier_id or token_hex(4)) if _in_sweep(out_dir) else _user_setting("run_id") or earlier_id
+    resume: Any = "allow" if earlier_id else None
+    run_id = earlier_id or token_hex(4)
+    if not _in_sweep(out_dir):           # the runs of a sweep, and its report, must not share the id in WANDB_RUN_ID
+        run_id, resume = _user_setting("run_id") or run_id, _user_setting("resume") or resume
     try:
         experiment = wandb.init(
-            id=run_id, resume=_user_setting("resume") or ("allow" if earlier_id else None),
+            id=run_id, resume=resume,
             project=names.project, group=names.group, name=names.name, dir=_user_setting("root_dir") or out_dir, config=run,
             settings=wandb.Settings(silent=_silent(), mode=mode))
     except wandb.errors.Error as error:
-        deleted = f". WANDB_RUN_ID=NAME starts a new run in place of {earlier_id}" if earlier_id else ""
-        raise UserError(f"W&B cannot start or continue a run ({' '.join(str(error).split())}). Use WANDB_MODE=offline or "
-                        f"logger=csv{deleted}") from None
+        remedies = [f"delete {out_dir / RECORD} to start a new W&B run in place of {earlier_id}"] * (run_id == earlier_id)
+        raise UserError(f"W&B cannot start or continue a run ({' '.join(str(error).split())}): "
+                        f"{', or '.join([*remedies, 'use WANDB_MODE=offline or logger=csv'])}") from None
     experiment.define_metric("trainer/global_step")      # as WandbLogger does for a run that it starts itself
     experiment.define_metric("*", step_metric="trainer/global_step", step_sync=True)
     record = {"id": experiment.id, "out_dir": str(out_dir.resolve())}
@@ -276,8 +278,8 @@ def _silent() -> bool:
     return True if silent is None else bool(silent)
 
 
-def _mode() -> Mode:
-    """Returns W&B's mode. If an earlier run in this process is still open, finishes it first, because a login requires that."""
+def _log_in() -> Mode:
+    """Logs in to W&B, and returns its mode. First finishes a run of this process that is still open, as a login requires."""
     import wandb
 
     if wandb.run is not None:

@@ -51,7 +51,7 @@ def data_for(run: Run, device: torch.device) -> Corpus:
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
     if not config.only_plans:
         distributed.broadcast_from_rank0(lambda: require_capacity(needs_here(config, smallest, device), run.out_dir,
-                                                                  is_fixed if run.resume_from else None))
+                                                                  is_fixed if run.exists else None))
     return distributed.rank0_first(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer, config.tune.prefers))
 
 

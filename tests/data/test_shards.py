@@ -334,6 +334,16 @@ def test_a_cache_where_files_cannot_be_locked_is_used(config: DataConfig, tmp_pa
     assert "cannot be locked" in capsys.readouterr().err
 
 
+def test_a_lock_that_cannot_be_written_is_a_cache_that_cannot_be_written(config: DataConfig,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("rwkv.data.shards.lock_folder", refuse)
+    with pytest.raises(UserError, match=r"data\.cache_dir"):
+        prepare(config, 8)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("writes", range(0, 24, 4))
 def test_a_full_disk_leaves_nothing_half_written(library: DataConfig, monkeypatch: pytest.MonkeyPatch, writes: int) -> None:

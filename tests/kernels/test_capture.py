@@ -18,16 +18,24 @@ def test_a_capture_that_fails_leaves_the_launches_one_by_one(monkeypatch: pytest
     @contextmanager
     def graph(*_: Any, **__: Any) -> Iterator[None]:
         streams.append("of the capture")
-        yield
-        raise torch.AcceleratorError("operation not permitted when stream is capturing\nmore")
+        try:
+            yield
+        finally:                         # as torch's, whose own error replaces the cause
+            raise torch.AcceleratorError("operation failed due to a previous error during capture")
 
     cuda = SimpleNamespace(device=lambda device: nullcontext(), synchronize=lambda: None, Stream=lambda: None, graph=graph,
                            CUDAGraph=lambda: SimpleNamespace(replay=lambda: None), set_stream=streams.append,
                            current_stream=lambda: streams[-1])
     monkeypatch.setattr(torch, "cuda", cuda)
     launches: list[int] = []
-    with pytest.warns(UserWarning, match="one by one.*operation not permitted when stream is capturing$"):
-        replay = capture(lambda: launches.append(1), torch.device("cuda"))
+
+    def launch() -> None:
+        launches.append(1)
+        if streams[-1] == "of the capture":
+            raise torch.AcceleratorError("operation not permitted when stream is capturing\nmore")
+
+    with pytest.warns(UserWarning, match="operation not permitted when stream is capturing"):
+        replay = capture(launch, torch.device("cuda"))
     assert streams[-1] == "default"
     before = len(launches)
     replay()

@@ -111,7 +111,7 @@ def test_a_login_that_fails_is_a_sentence_before_the_data_are_read(monkeypatch: 
     monkeypatch.setattr(wandb, "login", fail(wandb.errors.AuthenticationError("no answer")))
     with pytest.raises(UserError, match=r"log in to W&B .*no answer"):
         loggers.require(CONFIG)
-    loggers.require(CONFIG, only_plans=True)
+    loggers.require(CONFIG, logs_nothing=True)
 
 
 def test_a_server_that_refuses_a_run_ends_the_run_with_a_sentence_and_no_finished_sweep(

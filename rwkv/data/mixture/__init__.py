@@ -10,7 +10,6 @@ The other entries are options as in a run on that source alone. Each source has 
 a run on that source alone. All sources use the same tokenizer. This module does not import PyTorch.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -92,7 +91,7 @@ def _check_entry(entry: object, where: str) -> None:
                             + (f"Did you mean {close[0]}?" if close else f"The known keys are {', '.join(ENTRIES)}"))
     for key in ("data", *TEXTS):
         if isinstance(entry.get(key), (bool, list, dict)):
-            raise UserError(f"{where}.{key} must be a text, if necessary in quotes; got {json.dumps(entry[key])[:60]}")
+            raise UserError(f"{where}.{key} must be a string (quote it if YAML reads another type); got {entry[key]!r:.60}")
     weight = entry.get("weight")
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
         raise UserError(f"{where}.weight must be a positive finite number; got {weight!r}")

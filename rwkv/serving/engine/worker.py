@@ -16,7 +16,7 @@ from kernels.machine.allocator import keep_large_blocks
 from rwkv.chat.thoughts import Think
 from rwkv.checkpoint import time_states
 from rwkv.config import MIB, ServeConfig
-from rwkv.errors import UserError, full_gpu
+from rwkv.errors import UserError, gpu_memory_message
 from rwkv.generation.draft import Draft
 from rwkv.generation.engine import Engine
 from rwkv.generation.grammar.matcher import cached_matchers
@@ -118,10 +118,12 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (ValueError, RuntimeError, OSError) as error:
-        sentence = full_gpu(error)
+        full_gpu = gpu_memory_message(error)
         mistake = isinstance(error, (UserError, OSError)) or type(error).__module__ == "kernels.registry"
-        message = f"{sentence}. Set a smaller max_rows=" if sentence else str(error) if mistake else traceback.format_exc()
-        connection.send(Failed(message, mistake or sentence is not None))
+        message = str(error) if mistake else traceback.format_exc()
+        if full_gpu is not None:
+            message = f"{full_gpu}. Set a smaller max_rows=, or a smaller dtype="
+        connection.send(Failed(message, mistake or full_gpu is not None))
 
 
 class _Model(NamedTuple):

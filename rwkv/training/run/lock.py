@@ -29,7 +29,10 @@ class RunLock:
         if self._lock is None:
             in_use = (f"another process is training the run in {out_dir}. Wait until that process ends, stop that process, or "
                       "choose another out_dir=")
-            self._lock = lock_folder(out_dir, PATIENCE, in_use, lambda reason: _warn_unprotected(out_dir, reason))
+            try:
+                self._lock = lock_folder(out_dir, PATIENCE, in_use, lambda reason: _warn_unprotected(out_dir, reason))
+            except OSError as error:     # such as a read-only folder, in which a plan is possible
+                _warn_unprotected(out_dir, error.strerror or str(error))
 
     def release(self) -> None:
         if self._lock is not None:

@@ -19,15 +19,22 @@ TUNING_DEFAULTS: dict[str, dict[str, Any]] = {             # optim options by tu
 SLOWER = 0.1                             # preference objectives (dpo, ipo) multiply the defaults of lr and min_lr by this
 
 
-def with_default_rates(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
+def with_default_rates(config: TrainConfig, user_keys: Collection[str], chosen: Collection[str] = ()
+                       ) -> tuple[TrainConfig, tuple[str, ...]]:
     """Sets this run's default optim options. Returns the configuration and the names of the options that were set.
 
-    `chosen` are the options that the user, an experiment or a debug run has set. Raises UserError if optim.min_lr is one of
-    them, but would have no effect because of the default schedule.
+    `user_keys` are the options on the command line, and `chosen` those of an experiment or a debug run. Raises UserError if
+    optim.min_lr is on the command line but has no effect, because the schedule is the default one.
     """
+    fixed = {*user_keys, *chosen}
     if config.init_from is None:
-        return _with_rate_for_width(config, chosen)
-    return _with_rates_for_tuning(config, chosen)
+        return _with_rate_for_width(config, fixed)
+    tuned, names = _with_rates_for_tuning(config, fixed)
+    if "optim.min_lr" in user_keys and config.optim.min_lr is not None and "schedule" in names and \
+            tuned.optim.schedule == "constant":
+        raise UserError("optim.min_lr has no effect, because the default of optim.schedule with init_from= and "
+                        f"tune={config.tune.method} is constant: set optim.schedule=cosine too, or omit optim.min_lr")
+    return tuned, names
 
 
 def _with_rate_for_width(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
@@ -43,9 +50,6 @@ def _with_rates_for_tuning(config: TrainConfig, chosen: Collection[str]) -> tupl
     if "lr" in overrides:                # a default of min_lr might exceed the user's lr
         overrides.add("min_lr")
     values = {name: value for name, value in TUNING_DEFAULTS[config.tune.method].items() if name not in overrides}
-    if "optim.min_lr" in chosen and config.optim.min_lr is not None and values.get("schedule") == "constant":
-        raise UserError("optim.min_lr has no effect, because the default of optim.schedule with init_from= and "
-                        f"tune={config.tune.method} is constant: set optim.schedule=cosine too, or omit optim.min_lr")
     if config.tune.prefers:
         values |= {name: float(f"{SLOWER * values[name]:.6g}") for name in ("lr", "min_lr") if name in values}
         values["l2_wrap"] = 0.0          # l2_wrap and confidence_penalty regularise the token likelihood

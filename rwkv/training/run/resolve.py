@@ -68,7 +68,7 @@ def default_length(config: TrainConfig, context: Context) -> Choice:
 
 
 def default_rates(config: TrainConfig, context: Context) -> Choice:
-    config, names = rates.with_default_rates(config, {*context.user_keys, *context.chosen})
+    config, names = rates.with_default_rates(config, context.user_keys, context.chosen)
     return config, Note("rate", rates.describe(config, names)) if names else None
 
 

@@ -15,7 +15,8 @@ from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.checkpoint.location import FOLDER, is_checkpoint, locate
 from rwkv.cli.recipe import RUN_GROUPS
 from rwkv.config import LENGTHS, SCALED, TrainConfig
-from rwkv.errors import CheckpointError, UserError
+from rwkv.errors import UserError
+from rwkv.io import hub
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
 from rwkv.report.run_files import is_finished
@@ -156,8 +157,8 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
             continue                     # the run splits the same rows into several passes
         if key == "init_from" and _is_same_base(new, old):
             continue                     # the name may now be written in another way
-        other_position = key == "trainer.tbptt" and not (old and new)        # in the data
-        if old != new and (is_fixed(key) or other_position):
+        moves_position = key == "trainer.tbptt" and not (old and new)        # the saved position in the data depends on it
+        if old != new and (is_fixed(key) or moves_position):
             saved_value = "null" if old is None else old
             raise UserError(f"the run in {out_dir} began with {key}={saved_value}, which cannot change. To resume the run, "
                             f"omit {key}= and any group (such as model=) that sets {key}. To change {key}, start a new run")
@@ -172,13 +173,12 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
 
 
 def _is_same_base(given: str | None, saved: str | None) -> bool:
-    """Returns True if both names stand for the same checkpoint. A run on a file from the Hub has saved the commit too."""
-    if given is None or saved is None:
-        return given == saved
-    try:
-        return given == saved.partition("@")[0] or locate(given).resolve() == locate(saved).resolve()
-    except CheckpointError:
-        return given == saved
+    """Returns True if both names refer to the same checkpoint. For the Hub, the saved name includes the commit."""
+    if given is None or saved is None or given == saved:
+        return given == saved            # also if the file has gone
+    if hub.parse(saved) is not None:
+        return given == saved.partition("@")[0]
+    return Path(given).expanduser().absolute() == Path(saved) or locate(given).resolve() == locate(saved).resolve()
 
 
 def _group_options(chosen: Collection[str], user_keys: Collection[str], init_from: str | None) -> list[str]:

@@ -61,9 +61,11 @@ def _one_line(text: str) -> str:
 def run_options(folder: Path, arguments: list[str]) -> list[str]:
     """Returns the options of train.py that start the run in `folder`, or that resume a run that has started."""
     started = (folder / CONFIG_FILE).is_file()
-    keys = {argument.partition("=")[0] for argument in arguments}
+    # A started run has saved its base, whose path on the command line may be relative to another directory
+    options = [argument for argument in arguments if not (started and argument.startswith("init_from="))]
+    keys = {argument.partition("=")[0] for argument in options}
     defaults = {"out_dir": str(folder), "trainer.probe": "true"} | ({"resume": "auto"} if started else {})
-    return [*arguments, *(f"{key}={value}" for key, value in defaults.items() if key not in keys)]
+    return [*options, *(f"{key}={value}" for key, value in defaults.items() if key not in keys)]
 
 
 def stop_with_parent() -> None:

@@ -70,8 +70,9 @@ def test_the_same_command_begins_a_run_and_resumes_it(tmp_path: Path, tokenizer:
     Path("run").mkdir()
     Path("run/config.yaml").write_text(yaml.safe_dump(as_plain(begun.config)), encoding="utf-8")
     assert open_run(config, ["init_from", "resume", "out_dir"], ["tune.method"]).config.init_from == begun.config.init_from
-    for other in ("other.safetensors", "missing.safetensors", None):
-        with pytest.raises(UserError, match=r"began with init_from=.*base\.safetensors"):
+    base = r"base\.safetensors"
+    for other, message in (("other.safetensors", base), (None, base), ("missing.pth", "missing")):
+        with pytest.raises(UserError, match=message):
             open_run(replace(config, init_from=other), ["init_from", "resume", "out_dir"], ["tune.method"])
 
 
