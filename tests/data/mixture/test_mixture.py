@@ -78,7 +78,7 @@ def test_a_path_says_the_kind_and_the_name(folder: Path, path: str, kind: str, n
     ([], ("data.sources",)), ([{"path": "a.jsonl", "weight": 0}], ("weight", "positive", "0")),
     ([{"path": "a.jsonl", "weight": "much"}], ("weight", "much")),
     ([{"path": "a.jsonl", "weight": "1,5"}], ("weight", "'1,5'")),
-    ([{"path": "a.jsonl", "weight": 1, "separator": False}], ("separator", "false")),
+    ([{"path": "a.jsonl", "weight": 1, "separator": False}], ("separator", "False")),
     ([{"path": "a.jsonl", "weight": float("nan")}], ("weight", "nan")),
     ([{"path": "a.jsonl", "weight": [1]}], ("weight", "[1]")),
     ([{"path": "a.jsonl", "weight": True}], ("weight",)),
