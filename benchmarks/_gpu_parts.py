@@ -61,7 +61,7 @@ PAUSE = 4_000_000                        # cycles (2 ms) that the GPU waits whil
 SPARE_S = 3.0                            # seconds between a program's limit and its part's deadline
 PROBLEMS = {"wkv7": ((2, 257, 4, 64), (2, 63, 1, 64)), "wkv4": ((3, 257, 96),)}          # shapes of the part `right`
 PER_OPERATION = 500                      # number of timed launches; a stream holds 1,024 before the host waits
-DECODED = {"bfloat16": 5e-2, "float32": 1e-4, "int8": 5e-2, "int4": 5e-2, "float16": 1e-2}      # largest errors of the logits
+LOGIT_TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-4, "int8": 5e-2, "int4": 5e-2, "float16": 1e-2}
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {}, {"temperature": 0.0}, {"top_k": 20, "repetition_penalty": 1.2}, {"top_p": 1.0, "min_p": 0.05},
     {"order": "rwkv", "top_p": 0.7, "presence_penalty": 0.4, "frequency_penalty": 0.4, "penalty_decay": 0.99})
@@ -224,7 +224,7 @@ def right(check: Check) -> None:
             _compare_fused_gradients(check, name, precision, allowed)
     names = {op: kernels_of(op, check) for op in PROBLEMS}
     _compare_kernels(check, {op: kernels[:1] for op, kernels in names.items()})
-    for format in DECODED if check.on_gpu else ("bfloat16", "float32"):
+    for format in LOGIT_TOLERANCES if check.on_gpu else ("bfloat16", "float32"):
         with check.measuring(decoding="rwkv7", dtype=format):
             _compare_decoding(check, "rwkv7", format)
     with check.measuring(texts="rwkv7"):
@@ -276,10 +276,10 @@ def _compare_decoding(check: Check, name: str, format: str) -> None:
     if isinstance(decoder, CDecoder | GpuDecoder):
         prompts = decoder.with_state(model.empty_state(2)).read([tokens[0], tokens[1, :5]])
         ratios["prompts"] = err_ratio(prompts, torch.stack([expected[0, -1], expected[1, 4]]))
-    off: dict[str, Any] = {key: ratio for key, ratio in ratios.items() if not ratio <= DECODED[format]}
+    wrong: dict[str, Any] = {key: ratio for key, ratio in ratios.items() if not ratio <= LOGIT_TOLERANCES[format]}
     if check.on_gpu and not (isinstance(decoder, GpuDecoder) and _replays_graphs(decoder)):
-        off["decoder"] = "launches operations one by one"
-    check.add(decoding=name, dtype=format, decoder=type(decoder).__name__, errors=ratios, wrong=off)
+        wrong["decoder"] = "launches operations one by one"
+    check.add(decoding=name, dtype=format, decoder=type(decoder).__name__, errors=ratios, wrong=wrong)
 
 
 def _replays_graphs(decoder: GpuDecoder) -> bool:

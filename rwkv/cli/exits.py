@@ -44,9 +44,9 @@ def exit_on_user_error() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except RuntimeError as error:
-        if (sentence := gpu_memory_message(error)) is None:
+        if (message := gpu_memory_message(error)) is None:
             raise
-        print(f"error: {sentence}. Use a smaller model, a smaller batch or another dtype", file=sys.stderr)
+        print(f"error: {message}. Use a smaller model, a smaller batch or another dtype", file=sys.stderr)
         sys.exit(USER_ERROR)
     except OSError as error:             # such as a full disk, or a folder without write permission
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

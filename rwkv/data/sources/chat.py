@@ -42,6 +42,7 @@ from rwkv.data.sources.jsonl import ENDINGS, entries, files
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.json_types import JsonObject
+from rwkv.io.lines import counted
 
 PATH = "a .jsonl or .jsonl.gz file of conversations, a folder of them, or a pattern"
 LOCAL = True
@@ -153,8 +154,8 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
                 pending.clear()
     if learnt < 2:
         more = f" with an answer to learn, and {others} without an answer to learn" if others else ""
-        name = f"pair{'s' * (learnt != 1)} of answers" if pairs else f"conversation{'s' * (learnt != 1)}"
-        raise UserError(f"data.path={config.path} has {learnt} {name}{more}, but at least two are required: one for training "
+        content = f"{counted(learnt, 'pair')} of answers" if pairs else counted(learnt, "conversation")
+        raise UserError(f"data.path={config.path} has {content}{more}, but at least two are required: one for training "
                         "and one for validation")
     yield from (conversation._replace(val=conversation.val != conversation.moved, moved=False) for conversation in pending)
 

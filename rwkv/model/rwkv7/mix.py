@@ -97,7 +97,7 @@ class TimeMix(nn.Module):
         if fuses:
             out, after, v_first = self._fused_mix(x, last_x, before, v_first)
         elif self._can_recompute():
-            out, after, v_first = self._recompute_mix(x, last_x, before, v_first, packing, _source(x, recompute_x))
+            out, after, v_first = self._recompute_mix(x, last_x, before, v_first, packing, _recompute_function(x, recompute_x))
         else:
             out, after, v_first = self._plain_mix(x, last_x, before, v_first, packing)
         return out, fused.last_step(x, saved=fuses), after, v_first
@@ -230,7 +230,7 @@ class TimeMix(nn.Module):
         return self.wkv(r, log_w, k, v, a, b, before)
 
 
-def _source(x: Tensor, recompute_x: Recompute | None) -> Recompute:
+def _recompute_function(x: Tensor, recompute_x: Recompute | None) -> Recompute:
     """Returns recompute_x, or a function that returns x."""
     return (lambda: x) if recompute_x is None else recompute_x           # torch.compile of torch 2.11 cannot trace `or`
 
@@ -250,7 +250,7 @@ class ChannelMix(nn.Module):
         if packing is not None or not fused.can_fuse(self.key, self.value):
             past, first = (1 - self.x_k,), packing.shift_mask if packing else None
             mixes = fused.token_shift(x, last_x, *past, first=first)
-            with fused.recompute_mixes(_source(x, recompute_x), last_x, past, first, mixes):
+            with fused.recompute_mixes(_recompute_function(x, recompute_x), last_x, past, first, mixes):
                 k = self.key(*mixes)
             return fused.squared_relu_linear(self.value, k), fused.last_step(x)
         y = rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight)

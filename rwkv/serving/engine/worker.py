@@ -118,12 +118,12 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (ValueError, RuntimeError, OSError) as error:
-        full_gpu = gpu_memory_message(error)
+        out_of_memory = gpu_memory_message(error)
         mistake = isinstance(error, (UserError, OSError)) or type(error).__module__ == "kernels.registry"
         message = str(error) if mistake else traceback.format_exc()
-        if full_gpu is not None:
-            message = f"{full_gpu}. Set a smaller max_rows=, or a smaller dtype="
-        connection.send(Failed(message, mistake or full_gpu is not None))
+        if out_of_memory is not None:
+            message = f"{out_of_memory}. Set a smaller max_rows=, or a smaller dtype="
+        connection.send(Failed(message, mistake or out_of_memory is not None))
 
 
 class _Model(NamedTuple):

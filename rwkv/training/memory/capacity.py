@@ -99,7 +99,7 @@ def _advice(needs: Needs, is_fixed: Callable[[str], bool] | None) -> str:
     """Returns the first remedy with which the run fits, or else an option to reduce."""
     config, vocab_size, device, memory = needs
     free = free_memory(device)
-    for options, need in remedies(config, vocab_size, world_size(), device.type, is_fixed=is_fixed or (lambda key: False)):
+    for options, need in remedies(config, vocab_size, world_size(), device.type, is_fixed=is_fixed):
         total = needs.sharing * need
         if free is not None and total <= free:
             return f"training needs only {format_bytes(total + _resident_bytes(device, needs.sharing))} with {options}"

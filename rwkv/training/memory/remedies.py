@@ -44,14 +44,14 @@ class Variant(NamedTuple):
 
 
 def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str, gpu_memory: int | None = None,
-             is_fixed: Callable[[str], bool] = lambda key: False) -> Iterator[Remedy]:
+             is_fixed: Callable[[str], bool] | None = None) -> Iterator[Remedy]:
     """Yields the remedies that are compatible with the other options. The run need not fit with a remedy.
 
     Args:
         processes: the number of processes, which share the rows of data.batch_size.
         device: cpu or cuda. Only on GPUs do more processes add memory.
         gpu_memory: the bytes of memory of each process's GPU, as for `estimate`.
-        is_fixed: returns True for an option that must not change.
+        is_fixed: returns True for an option that must not change. None allows all changes.
     """
     sharded = _more_gpus(config, processes) if device == "cuda" else ()
     for options in (*_same_steps(config, processes), *_other_steps(config, processes), *sharded):
@@ -61,7 +61,7 @@ def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str, 
             variant.config.require_separate_updates()
         except UserError:                # the options conflict
             continue
-        if new and not any(map(is_fixed, new)):
+        if new and not (is_fixed and any(map(is_fixed, new))):
             yield Remedy(format_options(new), variant.memory.total)
 
 
