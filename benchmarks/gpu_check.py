@@ -67,7 +67,7 @@ SERVER = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "
 
 
 class Part(NamedTuple):
-    """A part of benchmarks/_gpu_parts.py, with a time limit in seconds and the packages that it requires.
+    """A part of benchmarks/_gpu_parts, with a time limit in seconds and the packages that it requires.
 
     The limits add up to more than the budget, because few parts reach their limit. On a CPU, which may be busy, the limits are
     multiplied by PATIENCE.

@@ -34,7 +34,7 @@ from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import product_dtype
 
 IN_C = "c_v0"                            # the C kernel of kernels/matvec, for int8 and GGUF's blocks
-UNPACKED = 2**22                         # elements of a matrix that are converted to floating point at a time
+UNPACKED, UNPACKED_ON_GPU = 2**22, 2**24         # elements of a matrix that are converted to floating point at a time
 M = TypeVar("M", bound=Model)
 
 
@@ -160,6 +160,11 @@ def _product(layer: _RoundedLayer, x: Tensor) -> Tensor:
     return product.view(*x.shape[:-1], layer.out_features)
 
 
+def _rows_per_block(weight: Tensor, K: int) -> int:
+    """Returns the number of rows of length K that are converted at a time. A GPU takes larger blocks: fewer launches."""
+    return max(1, (UNPACKED_ON_GPU if weight.is_cuda else UNPACKED) // K)
+
+
 class _PackedWeight(nn.Module):
     """Base class of linear layers without a bias, with a packed weight W (N,K). Subclasses add forward_rows and row_blocks."""
 
@@ -176,7 +181,7 @@ class _PackedWeight(nn.Module):
         return _product(cast(_RoundedLayer, self), x)
 
     def _packed_blocks(self) -> Iterator[Packed]:
-        step = max(1, UNPACKED // self.in_features)
+        step = _rows_per_block(self.packed.weight, self.in_features)
         for start in range(0, self.out_features, step):
             yield self.packed.map(itemgetter(slice(start, start + step)))
 
@@ -219,7 +224,7 @@ class BFloat16Linear(nn.Linear):
         return torch.cat([F.linear(rows, part) for part in self.row_blocks(rows.dtype)], 1)
 
     def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        return (part.to(dtype) for part in self.weight.split(max(1, UNPACKED // self.in_features)))
+        return (part.to(dtype) for part in self.weight.split(_rows_per_block(self.weight, self.in_features)))
 
 
 @torch.no_grad()

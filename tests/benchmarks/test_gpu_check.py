@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import _gpu_parts, gpu_check
+from benchmarks import gpu_check
+from benchmarks._gpu_parts import programs
+from benchmarks._gpu_parts.__main__ import PARTS
+from benchmarks._gpu_parts.check import Check
+from benchmarks._gpu_parts.operators import kernels_of, peers
 from benchmarks.gpu_check import Part, Rows, run_part
 from kernels.machine.hardware import ROOT
 from kernels.registry import why_not
@@ -80,7 +84,7 @@ def test_a_part_without_its_packages_takes_no_time_of_the_others(tmp_path: Path,
 def test_parts_that_do_not_train_need_no_lightning() -> None:
     """A machine with GPUs often lacks some packages. Their absence must not prevent all measurements."""
     packages = {*gpu_check.PROGRAMS, *gpu_check.SERVER, "taichi"}
-    program = f"import sys; sys.modules.update(dict.fromkeys({packages!r})); import benchmarks._gpu_parts"
+    program = f"import sys; sys.modules.update(dict.fromkeys({packages!r})); import benchmarks._gpu_parts.__main__"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
@@ -88,8 +92,8 @@ def test_kernels_of_auto_come_first_and_torch_compile_does_not_run(monkeypatch: 
     why_not.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
-    check = _gpu_parts.Check("wkv4", Rows(tmp_path), "cuda", time.monotonic() + 60, tmp_path)
-    kernels = _gpu_parts.kernels_of("wkv4", check)
+    check = Check("wkv4", Rows(tmp_path), "cuda", time.monotonic() + 60, tmp_path)
+    kernels = kernels_of("wkv4", check)
     why_not.cache_clear()
     first = [name for name in rule("wkv4", "cuda", torch.bfloat16).order if name in kernels]
     assert "torch_scan" in first
@@ -118,7 +122,7 @@ def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_every_part_is_one_of_its_process_and_its_docstring() -> None:
     names = [part.name for part in gpu_check.PARTS]
-    assert names == [part.__name__ for part in _gpu_parts.PARTS]
+    assert names == [part.__name__ for part in PARTS]
     assert all(f"    {name} " in str(gpu_check.__doc__) or f" {name} " in str(gpu_check.__doc__) for name in names)
 
 
@@ -127,20 +131,20 @@ def test_the_options_of_the_programs_that_it_calls_exist(device: str, monkeypatc
     """Without this test, an invalid call of a program would first be noticed on a GPU."""
     commands: list[tuple[str, ...]] = []
 
-    def program(_: _gpu_parts.Check, name: str, *command: str, **__: Any) -> bool:
+    def program(_: Check, name: str, *command: str, **__: Any) -> bool:
         commands.append(command)
         return not name.startswith("train ") or name == "train rwkv7_tiny"
 
-    monkeypatch.setattr(_gpu_parts, "run_program", program)
-    monkeypatch.setattr(_gpu_parts, "_request_completion", lambda *_: None)
-    check = _gpu_parts.Check("programs", Rows(tmp_path), device, time.monotonic() + 60, tmp_path)
-    _gpu_parts.programs(check)
-    _gpu_parts.shards(check)
+    monkeypatch.setattr(programs, "run_program", program)
+    monkeypatch.setattr(programs, "_request_completion", lambda *_: None)
+    check = Check("programs", Rows(tmp_path), device, time.monotonic() + 60, tmp_path)
+    programs.programs(check)
+    programs.shards(check)
     schemas = {"train.py": TrainConfig, "generate.py": GenerateConfig, "chat.py": ChatConfig,
                "rwkv.tools.evaluate": EvaluateConfig}
-    programs = [command[1:] if command[0] == "-m" else command for command in commands]
-    assert {name for name, *_ in programs} == set(schemas)
-    for name, *options in programs:
+    called = [command[1:] if command[0] == "-m" else command for command in commands]
+    assert {name for name, *_ in called} == set(schemas)
+    for name, *options in called:
         cli.check(cli.split(options, schemas[name]), schemas[name])
 
 
@@ -159,7 +163,7 @@ def test_measurements_on_a_cpu(tmp_path: Path) -> None:
 
 def test_what_others_have_published_stands_beside_the_measurements(tmp_path: Path) -> None:
     rows = Rows(tmp_path)
-    _gpu_parts.peers(_gpu_parts.Check("peers", rows, "cpu", time.monotonic() + 60, tmp_path))
+    peers(Check("peers", rows, "cpu", time.monotonic() + 60, tmp_path))
     assert any(row.get("published") for row in rows.read())
 
 
