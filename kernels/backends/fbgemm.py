@@ -22,7 +22,7 @@ def pack_weight(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
     zeros = torch.zeros(len(weight), dtype=torch.int64, device="cpu")
     with warnings.catch_warnings():      # torch 2.13 deprecates quantized tensors, but linear_prepack accepts nothing else
         warnings.simplefilter("ignore", UserWarning)
-        quantized = torch._make_per_channel_quantized_tensor(weight, scale.double(), zeros, 0)
+        quantized = torch._make_per_channel_quantized_tensor(weight.contiguous(), scale.double(), zeros, 0)
     packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantized, None)
     return packed
 

@@ -33,6 +33,7 @@ from torch.nn.functional import pad
 from kernels.matvec import _blocks, _calibrated, _packing
 from kernels.matvec._packing import GROUP, SMALLEST, Groups
 from kernels.matvec._packing import exact_copy as exact_copy
+from kernels.matvec._packing import transpose as transpose
 from kernels.operator import Operator
 
 TOGETHER = 8                             # int4 groups whose words are interleaved, so that a vector contains one word of each
@@ -138,7 +139,10 @@ class Rounding(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Int8(Packed):
-    """W in int8: `weight` (N,K) contains q, and `scale` (N,) is float32. `bits` and `non_negative` are the Rounding of x."""
+    """W in int8: `weight` (N,K) contains q, and `scale` (N,) is float32. `bits` and `non_negative` are the Rounding of x.
+
+    If x is never negative, `weight` may be the transpose of a contiguous (K,N). Then c_v0 skips weights whose x is zero.
+    """
 
     format = "int8"
     scale: Tensor
@@ -164,6 +168,17 @@ class Int8(Packed):
     @property
     def rounding(self) -> Rounding:
         return Rounding(self.bits, self.non_negative)
+
+    @property
+    def by_input(self) -> bool:
+        """True if the memory of `weight` is (K,N) in a form that c_v0 can multiply."""
+        return self.non_negative and self.K % 8 == 0 and self.weight.T.is_contiguous() and not self.weight.is_contiguous()
+
+    def stored_by_input(self) -> Self:
+        """Returns a copy whose memory is (K,N), or this matrix if x may be negative or K does not allow it."""
+        if not self.non_negative or self.K % 8 or self.weight.T.is_contiguous():
+            return self
+        return replace(self, weight=transpose(self.weight).T)
 
 
 @dataclass(frozen=True, eq=False)

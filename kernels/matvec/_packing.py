@@ -15,7 +15,7 @@ GROUP = 32                               # int4: neighbours in a row of W that s
 SMALLEST = 1e-30                         # lower bound of the largest magnitude, so that a row of zeros gets a nonzero scale
 FRACTIONS = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8], dtype=torch.float32, device="cpu")   # parts of a range, tried by int4
 ROWS = 1024                              # rows that PyTorch rounds at a time; its temporaries are up to eight times as large
-PIECE = 2**14                            # numbers copied per task, as in pack.c
+PIECE, SIDE = 2**14, 64                  # numbers copied, and columns transposed, per task, as in pack.c
 Groups = tuple[Tensor, Tensor, Tensor]
 
 
@@ -39,6 +39,16 @@ def int8_in_torch(exact: Tensor) -> tuple[Tensor, Tensor]:
     largest = exact.abs().amax(1) if exact.shape[1] else exact.new_zeros(len(exact))
     scale = largest.clamp_(min=SMALLEST) / 127
     return (exact / scale.unsqueeze(1)).round_().to(torch.int8), scale
+
+
+def transpose(q: Tensor) -> Tensor:
+    """Returns the transpose (K,N) of q (N,K) int8, contiguous; without a copy if q is stored as (K,N)."""
+    if native.why_not() is not None or not q.is_contiguous():
+        return q.T.contiguous()
+    N, K = q.shape
+    transposed = torch.empty(K, N, dtype=torch.int8, device="cpu")
+    native.run("matvec_transpose", native.threads_for(-(-K // SIDE)), N, K, q, transposed)
+    return transposed
 
 
 def int4(weight: Tensor, symmetric: bool) -> Groups:

@@ -30,6 +30,7 @@ def int8_product(packed: Int8) -> Callable[[Tensor], Tensor]:
     offset = packed.rounding.offset
     step = torch.tensor(1 / packed.rounding.steps, dtype=torch.float32, device="cpu")
     per_step, scale = (1 / step).item(), packed.scale * step
+    weight = packed.weight.T if packed.by_input else packed.weight.contiguous()
 
     def product(x: Tensor) -> Tensor:
         R = len(x)
@@ -38,8 +39,8 @@ def int8_product(packed: Int8) -> Callable[[Tensor], Tensor]:
         for first in range(0, R, most_rows):
             rows, n = slice(first, first + most_rows), min(most_rows, R - first)
             threads = 1 if N * K * n <= SMALL else native.threads_for(N)
-            native.run("matvec", threads, KINDS["int8"], N, K, n, 1, K, offset, True, threads,
-                       packed.weight, scale, None, largest[rows], q[rows], y[rows])
+            native.run("matvec", threads, KINDS["int8"], packed.by_input, N, K, n, 1, K, offset, True, threads,
+                       weight, scale, None, largest[rows], q[rows], y[rows])
         return y
 
     return product
@@ -66,7 +67,8 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
     N = len(packed.weight)
     K = packed.K if isinstance(packed, Blocks) else _padded_K(packed)    # int4 is stored padded, a file's blocks are not
     weight, scale, shift = (*packed, None, None)[:3]
-    offset = packed.rounding.offset if isinstance(packed, Int8) else 0
+    offset, by_input = (packed.rounding.offset, packed.by_input) if isinstance(packed, Int8) else (0, False)
+    weight = weight.T if by_input else weight.contiguous()
 
     def product(x: Tensor) -> Tensor:
         R = len(x)
@@ -74,7 +76,7 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
         y = x.new_empty(R, N)
         threads = 1 if N * K * R <= SMALL else native.threads_for(N)
         q_row = q.shape[1] * q.itemsize
-        native.run("matvec", threads, KINDS[packed.format], N, K, R, floats.shape[1], q_row, offset, False, threads,
+        native.run("matvec", threads, KINDS[packed.format], by_input, N, K, R, floats.shape[1], q_row, offset, False, threads,
                    weight, scale, shift, floats, q, y)
         return y
 

@@ -48,7 +48,8 @@ def matvec_for(format: str) -> MatVec:
 class Int8Linear(nn.Module):
     """A linear layer without a bias, with an int8 weight: x (...,K) float32 -> (...,N) float32.
 
-    The C kernel reads the row-major weight. FBGEMM is up to a tenth faster with many rows, but needs a copy in its own layout.
+    The C kernel reads the weight in place, row-major, or by input if no input is negative. FBGEMM is up to a tenth faster with
+    many rows, but needs a copy in its own layout.
 
     Args:
         weight (N,K): a floating-point or packed weight.
@@ -66,11 +67,15 @@ class Int8Linear(nn.Module):
         self._by_fbgemm = self._matvec.name == "fbgemm"
         self._in_c = (in_c or not self._by_fbgemm) and why_not("matvec", IN_C) is None
         bits = bits or (8 if multiplies_natively(torch.int8) or (self._in_c and not non_negative) else 7)
-        packed = (replace(weight, bits=bits, non_negative=non_negative) if isinstance(weight, Int8)
-                  else Int8.of(weight, bits, non_negative))
+        if isinstance(weight, Int8):
+            packed = replace(weight, bits=bits, non_negative=non_negative)
+        else:
+            packed = Int8.of(weight, bits, non_negative)
+            if self._in_c:
+                packed = packed.stored_by_input()
         self.out_features, self.in_features = packed.weight.shape
         self.rounding = packed.rounding
-        self._row_major = [packed]       # the list is empty while only FBGEMM's copy is in memory
+        self._for_c = [packed]           # the list is empty while only FBGEMM's copy is in memory
         if isinstance(weight, Int8):
             self.packed = packed
 
@@ -92,15 +97,15 @@ class Int8Linear(nn.Module):
 
     @cached_property
     def packed(self) -> Int8:
-        """The row-major weight, which kernels/matvec reads."""
-        return self.row_major_weight()
+        """The weight that kernels/matvec reads."""
+        return self.weight_for_c()
 
     @cached_property
     def _fbgemm_weight(self) -> torch.ScriptObject:
-        """The weight in FBGEMM's layout. The row-major weight is freed if `packed` has not been read, as in training."""
-        ordered = fbgemm.pack_weight(self._row_major[0].weight, self._row_major[0].scale)
+        """The weight in FBGEMM's layout. The original is freed if `packed` has not been read, as in training."""
+        ordered = fbgemm.pack_weight(self._for_c[0].weight, self._for_c[0].scale)
         if "packed" not in vars(self):
-            self._row_major.clear()
+            self._for_c.clear()
         return ordered
 
     @cached_property
@@ -108,13 +113,13 @@ class Int8Linear(nn.Module):
         product: Callable[[Tensor], Tensor] = load("matvec", IN_C).int8_product(self.packed)
         return product
 
-    def row_major_weight(self) -> Int8:
-        """Returns the row-major weight, as a new copy if only FBGEMM's copy is in memory."""
-        return self._row_major[0] if self._row_major else Int8(*fbgemm.unpack_weight(self._fbgemm_weight), *self.rounding)
+    def weight_for_c(self) -> Int8:
+        """Returns the weight that kernels/matvec reads, as a new copy if only FBGEMM's copy is in memory."""
+        return self._for_c[0] if self._for_c else Int8(*fbgemm.unpack_weight(self._fbgemm_weight), *self.rounding)
 
     def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yields the whole rounded weight (N,K) in `dtype`, as a single block."""
-        yield self.row_major_weight().dense().to(dtype)
+        yield self.weight_for_c().dense().to(dtype)
 
 
 class _RoundedLayer(Protocol):

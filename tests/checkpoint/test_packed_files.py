@@ -16,6 +16,7 @@ import pytest
 import torch
 from models import each_generation, small_model, tokens
 from refusals import refuses
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -224,6 +225,29 @@ def test_files_of_earlier_versions_are_repacked(tmp_path: Path, monkeypatch: pyt
     assert torch.equal(loaded(tokens(new))[0], new(tokens(new))[0])
     write_checkpoint(read_checkpoint(old), old)
     assert old.read_bytes() == path.read_bytes()
+
+
+@each_generation
+@torch.no_grad()
+def test_int8_with_sparse_inputs_is_stored_by_input(tmp_path: Path, generation: str) -> None:
+    """Files of earlier versions, which store it by output, contain the same model."""
+    _, path = write_packed(tmp_path, generation, "int8", **WIDE)
+    tensors = load_file(path)
+    by_input = [name for name in tensors if name.endswith(".by_input")]
+    assert by_input == [f"blocks.{i}.ffn.value.weight.by_input" for i in range(2)]
+    old, again = tmp_path / "old.safetensors", tmp_path / "again.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file({name.removesuffix(".by_input"): tensor.T.contiguous() if name in by_input else tensor
+               for name, tensor in tensors.items()}, old, metadata)
+    model, expected = (RWKV.from_pretrained(file, "reference", dtype="int8") for file in (path, old))
+    ids = tokens(model)
+    assert torch.equal(model(ids)[0], expected(ids)[0])
+    if why_not(model) is None:
+        state = model.empty_state(2)
+        assert torch.equal(CDecoder(model, state).step(ids[:, 0]), CDecoder(expected, state).step(ids[:, 0]))
+    write_checkpoint(read_checkpoint(old), again)
+    assert again.read_bytes() == path.read_bytes()
 
 
 @each_dtype

@@ -154,7 +154,7 @@ def test_an_int8_weight_is_in_memory_once() -> None:
     weight = torch.randn(40, 64)
     trained = Int8Linear(weight, in_c=False)
     trained(torch.randn(3, 64))
-    assert not trained._row_major
+    assert not trained._for_c
     read = Int8Linear(weight)
     read(torch.randn(300, 64))
     assert "_fbgemm_weight" not in vars(read)

@@ -228,6 +228,29 @@ def test_packing_does_not_depend_on_torch_s_default_dtype(default: torch.dtype) 
             assert torch.equal(one, other)
 
 
+@in_c
+@each_level
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 70])
+def test_int8_by_input_has_the_bits_of_int8_by_output(rows: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows skip zeros, many do not. The widths have a rest of a group, of a tile, and of a chunk of inputs."""
+    monkeypatch.setattr(native, "level", lambda: level)
+    matvec = MatVec("c_v0")
+    for N, K in ((8, 8), (136, 1048), (520, 264)):
+        by_output = Int8.of(torch.randn(N, K), non_negative=True)
+        by_input = by_output.stored_by_input()
+        assert by_input.by_input
+        assert torch.equal(by_input.weight, by_output.weight)
+        for zeros in (0.0, 0.9, 1.0):
+            x = torch.randn(1, rows, K).abs() * (torch.rand(rows, K) >= zeros)
+            assert torch.equal(matvec.bind(by_input)(x)[0], matvec.bind(by_output)(x)[0])
+
+
+def test_int8_stays_by_output_where_inputs_have_a_sign_or_c_requires_it() -> None:
+    for packed in (Int8.of(torch.randn(16, 24)), Int8.of(torch.randn(16, 20), non_negative=True)):
+        assert packed.stored_by_input() is packed
+        assert not packed.by_input
+
+
 # GGUF's blocks
 
 

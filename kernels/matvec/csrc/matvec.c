@@ -3,9 +3,9 @@
 #include "products.h"
 #include "../../native/csrc/threads.h"
 
-// Arguments, in the order of c_v0.py. The N outputs are divided into `parts` tasks.
+// Arguments, in the order of c_v0.py. The N outputs are divided into `parts` tasks. by_input: W is int8 and stored as (K,N).
 struct call {
-    int64_t kind, N, K, R, x_row, q_row, offset, apply_x_scale, parts;
+    int64_t kind, by_input, N, K, R, x_row, q_row, offset, apply_x_scale, parts;
     const void *w, *scale, *shift;
     const float *x;
     const uint8_t *q;
@@ -23,7 +23,9 @@ static void multiply(struct tasks *tasks, int64_t thread) {
     (void)thread;
     for (int64_t part; (part = next_task(tasks)) < call->parts;) {
         int64_t end = (part + 1) * part_size < call->N ? (part + 1) * part_size : call->N;
-        if (part * part_size < end) matmul(&product, part * part_size, end);
+        if (part * part_size >= end) continue;
+        if (call->by_input) matmul_int8_by_input(&product, call->N, part * part_size, end);
+        else matmul(&product, part * part_size, end);
     }
 }
 

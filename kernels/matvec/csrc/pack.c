@@ -1,5 +1,5 @@
-// Packs a matrix W (N,K), when a model is loaded, into int8, int4, or a bfloat16 copy. Formulas: kernels/matvec/_packing.py.
-// A task is a row.
+// Packs a matrix W (N,K), when a model is loaded, into int8, int4, or a bfloat16 copy, and transposes int8. Formulas:
+// kernels/matvec/_packing.py. A task is a row.
 
 #include "products.h"
 #include "../../native/csrc/threads.h"
@@ -148,3 +148,31 @@ static void copy_pieces(struct tasks *tasks, int64_t thread) {
 }
 
 ENTRY(matvec_exact_copy, struct copy_call) { parallel_for(copy_pieces, call, threads); }
+
+// Transposes bytes w (N,K) in squares, which are first copied, because the rows of a wide matrix collide in L1. A task is SIDE
+// columns.
+enum { SIDE = 64 };
+
+struct transpose_call {
+    int64_t N, K;
+    const int8_t *w;
+    int8_t *transposed;                  // (K,N)
+};
+
+static void transpose_columns(struct tasks *tasks, int64_t thread) {
+    const struct transpose_call *call = tasks->call;
+    int64_t N = call->N, K = call->K;
+    (void)thread;
+    for (int64_t task; (task = next_task(tasks)) * SIDE < K;) {
+        int64_t k = task * SIDE, columns = K - k < SIDE ? K - k : SIDE;
+        for (int64_t n = 0; n < N; n += SIDE) {
+            int64_t rows = N - n < SIDE ? N - n : SIDE;
+            int8_t square[SIDE][SIDE];
+            for (int64_t i = 0; i < rows; i++) memcpy(square[i], call->w + (n + i) * K + k, (size_t)columns);
+            for (int64_t j = 0; j < columns; j++)
+                for (int64_t i = 0; i < rows; i++) call->transposed[(k + j) * N + n + i] = square[i][j];
+        }
+    }
+}
+
+ENTRY(matvec_transpose, struct transpose_call) { parallel_for(transpose_columns, call, threads); }

@@ -42,6 +42,7 @@ struct product {
 #define matmul WITH_LEVEL(matmul, LEVEL)
 #define matmul_by_columns WITH_LEVEL(matmul_by_columns, LEVEL)
 #define matmul_sparse WITH_LEVEL(matmul_sparse, LEVEL)
+#define matmul_int8_by_input WITH_LEVEL(matmul_int8_by_input, LEVEL)
 #define matmul_blocks WITH_LEVEL(matmul_blocks, LEVEL)
 #define unpack_blocks WITH_LEVEL(unpack_blocks, LEVEL)
 #define matmul_in_order WITH_LEVEL(matmul_in_order, LEVEL)
@@ -65,7 +66,11 @@ void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_
 // are zero in every row of a tile, which can change only the sign of a zero. begin is a multiple of SPARSE_TILE. Rounds x itself.
 void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
-// The same, to the bit, for a bfloat16 W stored by output, (N,K), of which it reads all. K is a multiple of 8.
+// matmul, to the bit, for an int8 W stored by input, (K,N), and inputs that are never negative (offset 0). For up to MAX_ROWS rows,
+// skips weights whose inputs are zero in every row (by_input.c). K is a multiple of 8.
+void matmul_int8_by_input(const struct product *p, int64_t N, int64_t begin, int64_t end);
+
+// matmul_sparse, to the bit, for a bfloat16 W stored by output, (N,K), of which it reads all. K is a multiple of 8.
 void matmul_in_order(const struct product *p, int64_t begin, int64_t end);
 
 // Rounds numbers first to first + n - 1 of a row x (K) for a product of that kind: writes q and, as the product's x, `floats`.

@@ -13,7 +13,8 @@ reading.
 int4 that is calibrated (rwkv/checkpoint/calibration.py) has GGUF's blocks: NAME is (N,blocks of a row,bytes of a block) U8. The
 number of bytes in a block tells the kind of block.
 
-A bfloat16 matrix with sparse inputs may be stored by input: the file then has its transpose, NAME.by_input, and no NAME.
+A matrix with sparse inputs is stored by input in int8, and may be in bfloat16: the file then has its transpose, NAME.by_input,
+and no NAME. Decoding on a CPU does not read the weights of inputs that are zero.
 
 The embedding is BF16, because it is looked up, not multiplied. BF16 low-rank matrices stay BF16. All other tensors are F32.
 """
@@ -27,7 +28,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernels.matvec import BLOCKS, FORMATS, GROUP, TOGETHER, Blocks, Int4, Int8, Packed
+from kernels.matvec import BLOCKS, FORMATS, GROUP, TOGETHER, Blocks, Int4, Int8, Packed, transpose
 from rwkv.checkpoint.content import Outgoing, PackedMatrix
 from rwkv.checkpoint.lazy_tensors import BlockData, Stored
 from rwkv.errors import CheckpointError, UserError
@@ -45,7 +46,7 @@ KIND_BY_BYTES = {kind.bytes_per_block: kind for kind in BLOCKS.values()}
 def packed_tensors(content: Outgoing) -> list[Stored]:
     """Returns the tensors to write, in the model's order, with each linear layer's matrix replaced by its packed parts."""
     assert content.quantised is not None
-    group = generation(content.config).group
+    group, sparse = generation(content.config).group, _names_with_sparse_inputs(content)
 
     @lru_cache(maxsize=1)                # a matrix's parts are read in succession, so that each matrix is packed once
     def packed(name: str) -> tuple[Tensor, ...]:
@@ -54,7 +55,7 @@ def packed_tensors(content: Outgoing) -> list[Stored]:
     stored: list[Stored] = []
     for name, tensor in content.tensors.items():
         if is_linear_weight(name, group(name)):
-            stored += _stored_parts(name, tensor.shape, _format_to_write(content, name), packed)
+            stored += _stored_parts(name, tensor.shape, _format_to_write(content, name), packed, name.endswith(sparse))
         elif name.endswith(EMBEDDING) or (group(name) == "low rank" and tensor.dtype == torch.bfloat16):
             stored.append(tensor.cast(torch.bfloat16))
         else:
@@ -94,11 +95,13 @@ def _is_interleaved(K: int) -> bool:
     return K % (GROUP * TOGETHER) == 0
 
 
-def _stored_parts(name: str, shape: tuple[int, ...], format: str, packed: Callable[[str], tuple[Tensor, ...]]) -> list[Stored]:
+def _stored_parts(name: str, shape: tuple[int, ...], format: str, packed: Callable[[str], tuple[Tensor, ...]],
+                  is_sparse: bool) -> list[Stored]:
     N, K = shape
     if format == "int8":
-        return [Stored(name, name, (N, K), torch.int8, lambda: packed(name)[0]),
-                Stored(name + SCALE, name, (N,), torch.float32, lambda: packed(name)[1])]
+        weight = (Stored(name + BY_INPUT, name, (K, N), torch.int8, lambda: transpose(packed(name)[0])) if is_sparse
+                  else Stored(name, name, (N, K), torch.int8, lambda: packed(name)[0]))
+        return [weight, Stored(name + SCALE, name, (N,), torch.float32, lambda: packed(name)[1])]
     if K % GROUP:
         raise UserError(f"int4 in .safetensors requires row lengths that are multiples of {GROUP}, but the rows of {name} have "
                         f"length {K}: choose another dtype")
@@ -114,9 +117,14 @@ def _stored_parts(name: str, shape: tuple[int, ...], format: str, packed: Callab
 
 def tensors_by_input(content: Outgoing) -> list[Stored]:
     """Returns the tensors to write, with each matrix that has sparse inputs transposed and renamed NAME.by_input."""
-    sparse = tuple(f"{layer}.weight" for layer in generation(content.config).non_negative(content.config))
+    sparse = _names_with_sparse_inputs(content)
     return [tensor.transposed().renamed(name + BY_INPUT) if name.endswith(sparse) else tensor
             for name, tensor in content.tensors.items()]
+
+
+def _names_with_sparse_inputs(content: Outgoing) -> tuple[str, ...]:
+    """Returns the ends of the names of matrices whose inputs are squared ReLUs."""
+    return tuple(f"{layer}.weight" for layer in generation(content.config).non_negative(content.config))
 
 
 def by_output(tensors: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -289,10 +289,13 @@ class Builder:
     def matrix(self, layer: nn.Module) -> Matrix:
         """Returns the struct of a linear layer with weights in any format."""
         if isinstance(layer, PACKED):
-            packed = layer.packed.map(Tensor.contiguous)
+            packed = layer.packed
             weight, scale, shift = (*packed, None, None)[:3]
-            levels, offset = (packed.rounding.steps, packed.rounding.offset) if isinstance(packed, Int8) else (0, 0)
-            return Matrix(KINDS[packed.format], layer.out_features, packed.K, weight, scale, shift, levels, offset)
+            levels, offset, by_input = 0, 0, False
+            if isinstance(packed, Int8):
+                levels, offset, by_input = packed.rounding.steps, packed.rounding.offset, packed.by_input
+            return Matrix(KINDS[packed.format], layer.out_features, packed.K, weight.T if by_input else weight.contiguous(),
+                          scale, shift, levels, offset, SPARSE_BY_INPUT if by_input else DENSE_BY_OUTPUT)
         linear = cast(nn.Linear, layer)
         copy = self._copies.get(id(linear.weight))
         if copy is not None:

@@ -19,7 +19,7 @@ from rwkv.generation.decoder import CDecoder, Decoder, decoder_of
 from rwkv.model.base import optional_module
 from rwkv.model.decoding import c_step
 from rwkv.model.decoding.c_step import CStep, step_of, why_not
-from rwkv.model.quantized import to_packed
+from rwkv.model.quantized import Int8Linear, to_packed
 from rwkv.pretrained import RWKV
 
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
@@ -109,6 +109,23 @@ def test_a_matrix_that_is_read_where_it_lies_gives_the_bits_of_its_copy_by_input
     assert in_place <= with_copy - 3 * 2 * 40 * 1032
     for right, read in zip(expected, logits, strict=True):
         assert torch.equal(right, read)
+
+
+@in_c
+@each_generation
+@torch.no_grad()
+def test_an_int8_matrix_by_input_gives_the_bits_of_one_by_output(level: str, generation: str) -> None:
+    model = model_in("int8", generation, n_embd=40, n_ffn=1032)
+    by_output = copy.deepcopy(model)
+    for block in by_output.blocks:
+        packed = block.ffn.value.packed
+        assert packed.by_input
+        block.ffn.value = Int8Linear(packed.map(torch.Tensor.contiguous), non_negative=True)
+    for rows in (1, 7, 9):
+        several, decoders = tokens(model, B=rows, T=3), [CDecoder(each, each.empty_state(rows)) for each in (model, by_output)]
+        for t in range(3):
+            logits, expected = (decoder.step(several[:, t]) for decoder in decoders)
+            assert torch.equal(logits, expected)
 
 
 @in_c

@@ -11,6 +11,7 @@ enum {
     TILE_CHANNELS = 128,     // channels per tile in loops over channels
     PIECE = 4 * BLOCK,       // inputs prepared (quantized or rounded) per tile
     TILES_PER_THREAD = 8,    // tiles of a product per thread; with fewer, threads idle while one finishes the last tile
+    WIDE_TILES_PER_THREAD = 2,           // likewise for matmul_int8_by_input, for which wide tiles are faster
     MAX_JOBS = 7,            // largest number of products in a phase
 };
 
@@ -22,7 +23,8 @@ struct norm {
 };
 
 // How W is stored, and which product reads it. BY_OUTPUT: (N,K); BY_INPUT: (K,N). The two DENSE products, matmul and
-// matmul_by_columns, have bit-identical results; so have the two SPARSE ones, matmul_in_order and matmul_sparse.
+// matmul_by_columns, have bit-identical results; so have the two SPARSE ones, matmul_in_order and matmul_sparse. An int8 W is
+// DENSE_BY_OUTPUT or SPARSE_BY_INPUT, with identical results.
 enum order { DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT };
 
 struct matrix {                          // a layer's weight, in a format of kernels/matvec
@@ -168,7 +170,8 @@ INLINE floats activate(enum activation f, floats y) {
 }
 
 INLINE int rounds_x(const struct job *job) {
-    return rounds_input((enum kind)job->matrix->kind) && job->matrix->order == DENSE_BY_OUTPUT;
+    const struct matrix *m = job->matrix;
+    return m->kind == W_INT8 || (rounds_input((enum kind)m->kind) && m->order == DENSE_BY_OUTPUT);
 }
 
 // The prepared input of job i in a row's workspace.
@@ -213,20 +216,18 @@ static inline struct product make_product(const struct step *s, const struct job
     };
 }
 
-// Outputs per tile, rounded up to a multiple of `unit`, such that each thread gets about TILES_PER_THREAD tiles.
-INLINE int64_t tile_outputs(const struct step *s, int64_t N, int64_t unit) {
-    return tiles(tiles(N, TILES_PER_THREAD * s->threads), unit) * unit;
-}
-
+// Outputs per tile, rounded up to a multiple of the unit of the product.
 INLINE int64_t matrix_tile(const struct step *s, const struct matrix *m) {
     static const int64_t units[] = {8, SPARSE_TILE, COLUMN_TILE, 16};
-    return tile_outputs(s, m->N, units[m->order]);
+    int is_wide = m->kind == W_INT8 && m->order == SPARSE_BY_INPUT;
+    int64_t unit = is_wide ? 64 : units[m->order], per_thread = is_wide ? WIDE_TILES_PER_THREAD : TILES_PER_THREAD;
+    return tiles(tiles(m->N, per_thread * s->threads), unit) * unit;
 }
 
 INLINE void multiply_tile(const struct product *product, const struct matrix *m, int64_t begin, int64_t end) {
     switch ((enum order)m->order) {
     case DENSE_BY_OUTPUT: matmul(product, begin, end); break;
-    case SPARSE_BY_INPUT: matmul_sparse(product, m->N, begin, end); break;
+    case SPARSE_BY_INPUT: (m->kind == W_INT8 ? matmul_int8_by_input : matmul_sparse)(product, m->N, begin, end); break;
     case DENSE_BY_INPUT: matmul_by_columns(product, m->N, begin, end); break;
     case SPARSE_BY_OUTPUT: matmul_in_order(product, begin, end); break;
     }

@@ -1,0 +1,187 @@
+// int8 products of a W stored by input, (K,N), with inputs that are never negative, most of which are zero after a ReLU.
+//
+// The weights of four inputs are interleaved in registers, so that one instruction adds up four products of an output. For few
+// rows, only the weights of inputs that are nonzero in some row are read. Sums of integers are exact, so the results have the bits
+// of matmul on the transpose.
+
+#include "tile.h"
+
+enum {
+    QUAD = 4,                            // inputs whose products are added up by one instruction
+    OUTPUTS = 4 * WIDE,                  // outputs of a group, whose weights for one input fill a vector
+    GROUP_VECTORS = 4,                   // vectors of a group's sums
+    FEW_ROWS = 8,
+    TILE_OUTPUTS = 512, GROUPS = TILE_OUTPUTS / OUTPUTS,         // few rows: outputs and groups of a tile
+    CHUNK = 512,                         // few rows: inputs of which the nonzero ones are collected at a time
+    BLOCK_QUADS = 4,                     // few rows: quads multiplied for all outputs of a tile before the next ones
+    MANY_ROWS = 64,                      // many rows: rows multiplied by the same interleaved weights
+    MANY_QUADS = 64,                     // many rows: quads whose interleaved weights stay in L1
+#ifdef __AVX512F__
+    TOGETHER = 6,                        // rows whose sums are in registers at the same time
+#else
+    TOGETHER = 2,
+#endif
+};
+
+typedef wide_ints group_sums[GROUP_VECTORS];
+
+// Indices of nonzero inputs, and these inputs of each row. The last quad is padded with zeros.
+struct nonzero {
+    int64_t quads;
+    int32_t indices[CHUNK + BLOCK_QUADS * QUAD];
+    uint8_t x[FEW_ROWS][CHUNK];
+};
+
+// Collects inputs k to end - 1 that are nonzero in any of the rows. end - k is a multiple of 8.
+static void find_nonzero(const struct product *p, int64_t first, int64_t rows, int64_t k, int64_t end, struct nonzero *nonzero) {
+    const uint8_t *q = p->q + first * p->q_row;
+    int64_t n = 0;
+    for (; k < end; k += 8) {
+        uint64_t any = 0, eight;
+        for (int64_t i = 0; i < rows; i++) {
+            memcpy(&eight, q + i * p->q_row + k, sizeof eight);
+            any |= eight;
+        }
+        while (any) {
+            int byte = __builtin_ctzll(any) / 8;
+            any &= ~((uint64_t)255 << 8 * byte);
+            nonzero->indices[n] = (int32_t)(k + byte);
+            for (int64_t i = 0; i < rows; i++) nonzero->x[i][n] = q[i * p->q_row + k + byte];
+            n++;
+        }
+    }
+    int32_t last = n ? nonzero->indices[n - 1] : 0;
+    for (int64_t i = n; i < n + BLOCK_QUADS * QUAD + QUAD - 1 && i < CHUNK + BLOCK_QUADS * QUAD; i++) nonzero->indices[i] = last;
+    for (; n % QUAD; n++)
+        for (int64_t i = 0; i < rows; i++) nonzero->x[i][n] = 0;
+    nonzero->quads = n / QUAD;
+}
+
+// Within each 128 bits of a and b: 8 bytes of each alternately, beginning with byte `first`, or 4 pairs of bytes.
+#define LANE_BYTES(i, n) i, n + i, i + 1, n + i + 1, i + 2, n + i + 2, i + 3, n + i + 3, \
+                         i + 4, n + i + 4, i + 5, n + i + 5, i + 6, n + i + 6, i + 7, n + i + 7
+#define LANE_PAIRS(i, n) i, n + i, i + 1, n + i + 1, i + 2, n + i + 2, i + 3, n + i + 3
+#ifdef __AVX512F__
+#define ZIP_BYTES(a, b, first) __builtin_shufflevector( \
+    a, b, LANE_BYTES(first, 64), LANE_BYTES(16 + first, 64), LANE_BYTES(32 + first, 64), LANE_BYTES(48 + first, 64))
+#define ZIP_PAIRS(a, b, first) (bytes)__builtin_shufflevector( \
+    (pairs)a, (pairs)b, LANE_PAIRS(first, 32), LANE_PAIRS(8 + first, 32), LANE_PAIRS(16 + first, 32), LANE_PAIRS(24 + first, 32))
+#else
+#define ZIP_BYTES(a, b, first) __builtin_shufflevector(a, b, LANE_BYTES(first, 32), LANE_BYTES(16 + first, 32))
+#define ZIP_PAIRS(a, b, first) (bytes)__builtin_shufflevector((pairs)a, (pairs)b, LANE_PAIRS(first, 16), LANE_PAIRS(8 + first, 16))
+#endif
+
+// Interleaves a group's weights of four inputs: lane 4 l + i of quads[v] has the weights of output 16 l + 4 v + i.
+INLINE void interleave(const bytes *w, bytes *quads) {
+    bytes low_01 = ZIP_BYTES(w[0], w[1], 0), high_01 = ZIP_BYTES(w[0], w[1], 8);
+    bytes low_23 = ZIP_BYTES(w[2], w[3], 0), high_23 = ZIP_BYTES(w[2], w[3], 8);
+    quads[0] = ZIP_PAIRS(low_01, low_23, 0), quads[1] = ZIP_PAIRS(low_01, low_23, 4);
+    quads[2] = ZIP_PAIRS(high_01, high_23, 0), quads[3] = ZIP_PAIRS(high_01, high_23, 4);
+}
+
+typedef bytes quad_weights[GROUP_VECTORS];
+
+// Loads and interleaves the weights of the quads of inputs indices[0], indices[1], ..., and prefetches those of the next ones. w:
+// the group's first output; width: outputs from there on.
+INLINE void load_sparse(const int8_t *w, int64_t N, int64_t width, const int32_t *indices, int64_t quads, quad_weights *weights) {
+    for (int64_t quad = 0; quad < quads; quad++) {
+        bytes rows[QUAD];
+        UNROLL for (int i = 0; i < QUAD; i++) {
+            __builtin_prefetch(w + indices[(BLOCK_QUADS + quad) * QUAD + i] * N, 0, 2);
+            rows[i] = load_bytes(w + indices[quad * QUAD + i] * N, width);
+        }
+        interleave(rows, weights[quad]);
+    }
+}
+
+// The same for consecutive inputs.
+INLINE void load_dense(const int8_t *w, int64_t N, int64_t width, int64_t quads, quad_weights *weights) {
+    for (int64_t quad = 0; quad < quads; quad++) {
+        bytes rows[QUAD];
+        UNROLL for (int i = 0; i < QUAD; i++) rows[i] = load_bytes(w + (quad * QUAD + i) * N, width);
+        interleave(rows, weights[quad]);
+    }
+}
+
+// Adds the products of quads to the sums of a group for a few rows. x, sums: of the first row; x_row, sums_row: distances of rows.
+INLINE void add_products(int rows, const quad_weights *weights, int64_t quads, const uint8_t *x, int64_t x_row, group_sums *sums,
+                         int64_t sums_row) {
+    wide_ints acc[TOGETHER][GROUP_VECTORS];
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int v = 0; v < GROUP_VECTORS; v++) acc[i][v] = sums[i * sums_row][v];
+    for (int64_t quad = 0; quad < quads; quad++)
+        UNROLL for (int i = 0; i < rows; i++) {
+            int32_t four;
+            memcpy(&four, x + i * x_row + quad * QUAD, sizeof four);
+            UNROLL for (int v = 0; v < GROUP_VECTORS; v++)
+                acc[i][v] = dot_add(acc[i][v], (bytes)((wide_ints)four), weights[quad][v]);
+        }
+    UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int v = 0; v < GROUP_VECTORS; v++) sums[i * sums_row][v] = acc[i][v];
+}
+
+// The same for any number of rows.
+static void add_products_of_rows(int64_t n_rows, const quad_weights *weights, int64_t quads, const uint8_t *x, int64_t x_row,
+                                 group_sums *sums, int64_t sums_row) {
+    int64_t parts = ratio_up(n_rows, TOGETHER);
+    for (int64_t part = 0, row = 0, n; part < parts; part++, row += n) {
+        n = (n_rows - row) / (parts - part);
+        WITH_ROWS(n, if (rows <= TOGETHER) add_products(rows, weights, quads, x + row * x_row, x_row, sums + row * sums_row,
+                                                        sums_row));
+    }
+}
+
+// Writes outputs n to n + width - 1 of `rows` rows. sums: of the first row; sums_row: distance of rows, in groups.
+static void write_outputs(const struct product *p, int64_t first, int64_t rows, int64_t n, int64_t width, const group_sums *sums,
+                          int64_t sums_row) {
+    for (int64_t row = first; row < first + rows; row++, sums += sums_row) {
+        float x_scale = p->apply_x_scale ? p->x[row * p->x_row] : 1.0f;
+        for (int64_t o = 0; o < width; o++) {
+            int64_t in_group = o % OUTPUTS, lane = in_group / 16 * 4 + in_group % 4;
+            int32_t sum = sums[o / OUTPUTS][in_group % 16 / 4][lane];
+            p->y[row * p->y_row + n + o] = (float)sum * ((const float *)p->scale)[n + o] * x_scale;
+        }
+    }
+}
+
+// A few inputs are multiplied for all outputs of a tile before the next ones: reading long pieces of few rows of W causes fewer TLB
+// misses than short pieces of many.
+static void few_rows(const struct product *p, int64_t N, int64_t first, int64_t rows, int64_t n, int64_t width) {
+    group_sums sums[FEW_ROWS * GROUPS];
+    struct nonzero nonzero;
+    memset(sums, 0, (size_t)(rows * GROUPS) * sizeof sums[0]);
+    for (int64_t k = 0; k < p->K; k += CHUNK) {
+        find_nonzero(p, first, rows, k, smaller(k + CHUNK, p->K), &nonzero);
+        for (int64_t quad = 0; quad < nonzero.quads; quad += BLOCK_QUADS) {
+            int64_t quads = smaller(BLOCK_QUADS, nonzero.quads - quad);
+            for (int64_t g = 0; g * OUTPUTS < width; g++) {
+                quad_weights weights[BLOCK_QUADS];
+                load_sparse((const int8_t *)p->w + n + g * OUTPUTS, N, width - g * OUTPUTS, nonzero.indices + quad * QUAD, quads,
+                            weights);
+                add_products_of_rows(rows, (const quad_weights *)weights, quads, nonzero.x[0] + quad * QUAD, CHUNK, sums + g,
+                                     GROUPS);
+            }
+        }
+    }
+    write_outputs(p, first, rows, n, width, (const group_sums *)sums, GROUPS);
+}
+
+static void many_rows(const struct product *p, int64_t N, int64_t first, int64_t rows, int64_t n, int64_t width) {
+    group_sums sums[MANY_ROWS];
+    quad_weights weights[MANY_QUADS];
+    memset(sums, 0, (size_t)rows * sizeof sums[0]);
+    for (int64_t k = 0; k < p->K; k += MANY_QUADS * QUAD) {
+        int64_t quads = smaller(MANY_QUADS, (p->K - k) / QUAD);
+        load_dense((const int8_t *)p->w + k * N + n, N, width, quads, weights);
+        add_products_of_rows(rows, (const quad_weights *)weights, quads, p->q + first * p->q_row + k, p->q_row, sums, 1);
+    }
+    write_outputs(p, first, rows, n, width, (const group_sums *)sums, 1);
+}
+
+void matmul_int8_by_input(const struct product *p, int64_t N, int64_t begin, int64_t end) {
+    int is_few = p->R <= FEW_ROWS;
+    int64_t outputs = is_few ? TILE_OUTPUTS : OUTPUTS, most_rows = is_few ? FEW_ROWS : MANY_ROWS;
+    for (int64_t n = begin; n < end; n += outputs)
+        for (int64_t first = 0; first < p->R; first += most_rows)
+            (is_few ? few_rows : many_rows)(p, N, first, smaller(most_rows, p->R - first), n, smaller(outputs, end - n));
+}
