@@ -316,7 +316,8 @@ def test_a_field_in_c_alone_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
             text = text.replace(f"struct {struct} {{\n", f"struct {struct} {{\n    int64_t extra;\n")
         copy.write_text(text)
     here = native._here()
-    sources = ("kernels/native/csrc/threads.c", *(f"kernels/matvec/csrc/{name}.c" for name in ("products", "blocks", "pack")),
+    products = (f"kernels/matvec/csrc/{name}.c" for name in ("products", "blocks", "by_input", "pack"))
+    sources = ("kernels/native/csrc/threads.c", *products,
                "rwkv/model/fused/csrc/fused.c", "rwkv/model/rwkv7/csrc/step.c")
     subprocess.run([str(zig()), "-m", "ziglang", "cc", "-target", f"{here.machine}-{build.SYSTEMS[here.system]}", "-shared",
                     *build.FLAGS, *build.LEVEL_FLAGS[level], f"-DLEVEL={level}", *sources, "-o", "extended"], check=True,
@@ -453,6 +454,11 @@ def test_arm_computes_products(on_arm: Emulator) -> None:
     packed = matvec.pack(torch.randn(7, 300), "int4")
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(matvec.MatVec("c_v0").dense(packed, dtype), packed.dense(dtype))
+    by_output = matvec.Int8.of(torch.randn(136, 520), non_negative=True)
+    for rows in (1, 3, 9):
+        x = torch.randn(1, rows, 520).relu()
+        y, expected = (matvec.MatVec("c_v0").bind(packed)(x)[0] for packed in (by_output.stored_by_input(), by_output))
+        assert torch.equal(y, expected)
 
 
 @arm_test
