@@ -11,7 +11,7 @@ enum {
     OUTPUTS = 4 * WIDE,                  // outputs of a group, whose weights for one input fill a vector
     GROUP_VECTORS = 4,                   // vectors of a group's sums
     FEW_ROWS = 8,
-    TILE_OUTPUTS = 512, GROUPS = TILE_OUTPUTS / OUTPUTS,         // few rows: outputs and groups of a tile
+    GROUPS = SPARSE_TILE / OUTPUTS,      // few rows: groups of a tile
     CHUNK = 512,                         // few rows: inputs of which the nonzero ones are collected at a time
     BLOCK_QUADS = 4,                     // few rows: quads multiplied for all outputs of a tile before the next ones
     MANY_ROWS = 64,                      // many rows: rows multiplied by the same interleaved weights
@@ -144,8 +144,7 @@ static void write_outputs(const struct product *p, int64_t first, int64_t rows, 
     }
 }
 
-// A few inputs are multiplied for all outputs of a tile before the next ones: reading long pieces of few rows of W causes fewer TLB
-// misses than short pieces of many.
+// A few inputs are multiplied for all outputs of a tile before the next ones, as in matmul_sparse.
 static void few_rows(const struct product *p, int64_t N, int64_t first, int64_t rows, int64_t n, int64_t width) {
     group_sums sums[FEW_ROWS * GROUPS];
     struct nonzero nonzero;
@@ -180,7 +179,7 @@ static void many_rows(const struct product *p, int64_t N, int64_t first, int64_t
 
 void matmul_int8_by_input(const struct product *p, int64_t N, int64_t begin, int64_t end) {
     int is_few = p->R <= FEW_ROWS;
-    int64_t outputs = is_few ? TILE_OUTPUTS : OUTPUTS, most_rows = is_few ? FEW_ROWS : MANY_ROWS;
+    int64_t outputs = is_few ? SPARSE_TILE : OUTPUTS, most_rows = is_few ? FEW_ROWS : MANY_ROWS;
     for (int64_t n = begin; n < end; n += outputs)
         for (int64_t first = 0; first < p->R; first += most_rows)
             (is_few ? few_rows : many_rows)(p, N, first, smaller(most_rows, p->R - first), n, smaller(outputs, end - n));

@@ -359,9 +359,10 @@ void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_
     else columns_range(W_BFLOAT16, p, N, begin, end);
 }
 
-// Sparse inputs. For each CHUNK of inputs, collects the indices of those that are nonzero in any row of the tile, and prefetches
-// their weights PREFETCH_INPUTS ahead. The rows of a tile have up to TILE_SUMS vectors of sums in registers.
-enum { CHUNK = 512, PREFETCH_INPUTS = 6, MAX_VECTORS = 8, TILE_SUMS = WIDE == 16 ? 24 : 8 };
+// Sparse inputs. Collects the nonzero inputs of each CHUNK, and multiplies INPUTS of them for all outputs of a tile before the next
+// ones: reading long pieces of few rows of W causes fewer TLB misses than short pieces of many. The rows of a tile have up to
+// REGISTER_SUMS vectors of sums in registers at the same time.
+enum { CHUNK = 512, INPUTS = 16, MAX_VECTORS = 8, REGISTER_SUMS = WIDE == 16 ? 24 : 8 };
 
 // Rounds x as products of that kind do.
 INLINE float round_input(enum kind kind, float x) {
@@ -369,75 +370,86 @@ INLINE float round_input(enum kind kind, float x) {
     return from_bfloat16(to_bfloat16(splat(x)))[0];
 }
 
-struct nonzero {                         // the indices of the nonzero inputs in the chunk that starts at `first`
-    int64_t first, count;
-    int32_t indices[CHUNK + PREFETCH_INPUTS];
+struct nonzero {                         // the inputs of a chunk that are nonzero in any row, and these inputs of each row
+    int64_t count;
+    int32_t indices[CHUNK + INPUTS];
+    float x[MAX_ROWS][CHUNK];
 };
 
-INLINE void find_nonzero(const struct product *p, int rows, int64_t first, int64_t k, struct nonzero *nonzero) {
+INLINE void find_nonzero(enum kind kind, const struct product *p, int rows, int64_t first, int64_t k, struct nonzero *nonzero) {
     int64_t n = 0, end = smaller(k + CHUNK, p->K);
     const float *x = p->x + first * p->x_row;
-    nonzero->first = k;
     for (; k < end; k++) {
         int is_nonzero = 0;
-        UNROLL for (int i = 0; i < rows; i++) is_nonzero |= x[i * p->x_row + k] != 0.0f;
+        UNROLL for (int i = 0; i < rows; i++) {
+            float value = x[i * p->x_row + k];
+            is_nonzero |= value != 0.0f;
+            nonzero->x[i][n] = value;
+        }
         nonzero->indices[n] = (int32_t)k;
         n += is_nonzero;
     }
-    for (int64_t i = 0; i < PREFETCH_INPUTS; i++) nonzero->indices[n + i] = n ? nonzero->indices[n - 1] : 0;
+    if (kind == WX_BFLOAT16)
+        UNROLL for (int i = 0; i < rows; i++)
+            for (int64_t j = 0; j < n; j++) nonzero->x[i][j] = round_input(kind, nonzero->x[i][j]);
+    for (int64_t i = n; i < n + INPUTS && n; i++) nonzero->indices[i] = nonzero->indices[n - 1];
     nonzero->count = n;
 }
 
-// Computes outputs n to n + width - 1, at most `vectors` vectors.
-INLINE void sparse_tile(enum kind kind, const struct product *p, int rows, int vectors, int64_t N, int64_t first, int64_t n,
-                        int64_t width, struct nonzero *nonzero) {
-    const uint8_t *w = (const uint8_t *)p->w + n * element_size(kind);
-    const float *x = p->x + first * p->x_row;
-    float *y = p->y + first * p->y_row + n;
+// Adds the products of nonzero inputs `first` to end - 1 to sums of `width` outputs, at most `vectors` vectors, and prefetches the
+// weights of the inputs after them. w: the weights of the first output.
+INLINE void add_nonzero(enum kind kind, int rows, int vectors, const uint8_t *w, int64_t N, int64_t width,
+                        const struct nonzero *nonzero, int64_t first, int64_t end, float (*sums)[SPARSE_TILE]) {
     wide acc[MAX_ROWS][MAX_VECTORS];
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int c = 0; c < vectors; c++) acc[i][c] = wide_splat(0.0f);
-    for (int64_t k = 0; k < p->K; k += CHUNK) {
-        const int32_t *indices = nonzero->indices;
-        if (nonzero->first != k) find_nonzero(p, rows, first, k, nonzero);
-        for (int64_t i_k = 0; i_k < nonzero->count; i_k++) {
-            const uint8_t *column = w + indices[i_k] * N * element_size(kind);
-            const uint8_t *later = w + indices[i_k + PREFETCH_INPUTS] * N * element_size(kind);
-            UNROLL for (int64_t byte = 0; byte < vectors * WIDE * element_size(kind); byte += 64)
-                __builtin_prefetch(later + byte, 0, 3);
-            float values[MAX_ROWS];
-            UNROLL for (int i = 0; i < rows; i++) values[i] = round_input(kind, x[i * p->x_row + indices[i_k]]);
-            UNROLL for (int c = 0; c < vectors; c++) {
-                if (c * WIDE >= width) break;
-                wide weights = load_weights(kind, column + c * WIDE * element_size(kind), width - c * WIDE);
-                UNROLL for (int i = 0; i < rows; i++)
-                    acc[i][c] = wide_fma(weights, wide_splat(values[i]), acc[i][c]);
-            }
+        UNROLL for (int c = 0; c < vectors; c++) memcpy(&acc[i][c], sums[i] + c * WIDE, sizeof acc[i][c]);
+    for (int64_t j = first; j < end; j++) {
+        const uint8_t *row = w + nonzero->indices[j] * N * element_size(kind);
+        const uint8_t *later = w + nonzero->indices[j + INPUTS] * N * element_size(kind);
+        UNROLL for (int64_t byte = 0; byte < vectors * WIDE * element_size(kind); byte += 64)
+            __builtin_prefetch(later + byte, 0, 2);
+        UNROLL for (int c = 0; c < vectors; c++) {
+            if (c * WIDE >= width) break;
+            wide weights = load_weights(kind, row + c * WIDE * element_size(kind), width - c * WIDE);
+            UNROLL for (int i = 0; i < rows; i++) acc[i][c] = wide_fma(weights, wide_splat(nonzero->x[i][j]), acc[i][c]);
         }
     }
     UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int c = 0; c < vectors; c++)
-            for (int64_t l = 0; l < WIDE && c * WIDE + l < width; l++) y[i * p->y_row + c * WIDE + l] = acc[i][c][l];
+        UNROLL for (int c = 0; c < vectors; c++) wide_store(sums[i] + c * WIDE, acc[i][c]);
 }
 
-// The number of vectors of sums for each row in a tile: a power of two.
-INLINE int sparse_vectors(int rows) { return rows * 8 <= TILE_SUMS ? 8 : rows * 4 <= TILE_SUMS ? 4 : 2; }
+// The number of vectors of sums for each row: a power of two.
+INLINE int sparse_vectors(int rows) { return rows * 8 <= REGISTER_SUMS ? 8 : rows * 4 <= REGISTER_SUMS ? 4 : 2; }
 
-INLINE void sparse_tiles(enum kind kind, const struct product *p, int rows, int64_t N, int64_t first, int64_t begin, int64_t end) {
+// Computes outputs n to n + width - 1.
+INLINE void sparse_tile(enum kind kind, const struct product *p, int rows, int64_t N, int64_t first, int64_t n, int64_t width) {
     int vectors = sparse_vectors(rows);
-    int64_t n = begin;
-    struct nonzero nonzero = {.first = -1};              // if K <= CHUNK, x is searched once for all tiles
-    for (; n + vectors * WIDE <= end; n += vectors * WIDE)
-        sparse_tile(kind, p, rows, vectors, N, first, n, vectors * WIDE, &nonzero);
-    if (n < end) sparse_tile(kind, p, rows, vectors, N, first, n, end - n, &nonzero);
+    const uint8_t *w = (const uint8_t *)p->w + n * element_size(kind);
+    float sums[MAX_ROWS][SPARSE_TILE];
+    struct nonzero nonzero;
+    memset(sums, 0, (size_t)rows * sizeof sums[0]);
+    for (int64_t k = 0; k < p->K; k += CHUNK) {
+        find_nonzero(kind, p, rows, first, k, &nonzero);
+        for (int64_t j = 0; j < nonzero.count; j += INPUTS) {
+            int64_t end = smaller(j + INPUTS, nonzero.count), o = 0;
+            for (; o + vectors * WIDE <= width; o += vectors * WIDE)
+                add_nonzero(kind, rows, vectors, w + o * element_size(kind), N, vectors * WIDE, &nonzero, j, end,
+                            (float (*)[SPARSE_TILE])(sums[0] + o));
+            if (o < width)
+                add_nonzero(kind, rows, vectors, w + o * element_size(kind), N, width - o, &nonzero, j, end,
+                            (float (*)[SPARSE_TILE])(sums[0] + o));
+        }
+    }
+    for (int64_t i = 0; i < rows; i++) memcpy(p->y + (first + i) * p->y_row + n, sums[i], (size_t)width * sizeof(float));
 }
 
 INLINE void sparse_range(enum kind kind, const struct product *p, int64_t N, int64_t begin, int64_t end) {
-    int64_t tiles = ratio_up(p->R, MAX_ROWS), first = 0;
-    for (int64_t tile = 0, n_rows; tile < tiles; tile++, first += n_rows) {
-        n_rows = (p->R - first) / (tiles - tile);
-        WITH_ROWS(n_rows, sparse_tiles(kind, p, rows, N, first, begin, end));
-    }
+    int64_t tiles = ratio_up(p->R, MAX_ROWS);
+    for (int64_t n = begin; n < end; n += SPARSE_TILE)
+        for (int64_t tile = 0, first = 0, n_rows; tile < tiles; tile++, first += n_rows) {
+            n_rows = (p->R - first) / (tiles - tile);
+            WITH_ROWS(n_rows, sparse_tile(kind, p, rows, N, first, n, smaller(SPARSE_TILE, end - n)));
+        }
 }
 
 void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end) {

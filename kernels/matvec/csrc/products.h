@@ -21,7 +21,7 @@ enum {
     SUB_BLOCK = 16,          // GGUF's blocks: neighbours of x that share a scale
     SUB_BLOCKS = BLOCK / SUB_BLOCK,
     COLUMN_TILE = 32,        // W stored by input: outputs in a tile, a cache line in bfloat16
-    SPARSE_TILE = 128,       // sparse product: outputs in a tile, four cache lines in bfloat16
+    SPARSE_TILE = 512,       // sparse product: most outputs in a tile
 };
 
 // A product's operands. x (R,K) has rows x_row numbers apart. Kinds that round x read the output of prepare_input instead: q, the
@@ -63,7 +63,7 @@ void unpack_blocks(enum kind kind, const void *w, int64_t K, int64_t n, float *r
 void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
 // Each output is the sum of a single lane, input after input. W is finite and stored by input, (K,N): skips weights whose inputs
-// are zero in every row of a tile, which can change only the sign of a zero. begin is a multiple of SPARSE_TILE. Rounds x itself.
+// are zero in every row of a tile, which can change only the sign of a zero. Rounds x itself.
 void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
 // matmul, to the bit, for an int8 W stored by input, (K,N), and inputs that are never negative (offset 0). For up to MAX_ROWS rows,

@@ -11,7 +11,7 @@ enum {
     TILE_CHANNELS = 128,     // channels per tile in loops over channels
     PIECE = 4 * BLOCK,       // inputs prepared (quantized or rounded) per tile
     TILES_PER_THREAD = 8,    // tiles of a product per thread; with fewer, threads idle while one finishes the last tile
-    WIDE_TILES_PER_THREAD = 2,           // likewise for matmul_int8_by_input, for which wide tiles are faster
+    WIDE_TILES_PER_THREAD = 2,           // likewise for sparse products by input, for which wide tiles are faster
     MAX_JOBS = 7,            // largest number of products in a phase
 };
 
@@ -218,9 +218,8 @@ static inline struct product make_product(const struct step *s, const struct job
 
 // Outputs per tile, rounded up to a multiple of the unit of the product.
 INLINE int64_t matrix_tile(const struct step *s, const struct matrix *m) {
-    static const int64_t units[] = {8, SPARSE_TILE, COLUMN_TILE, 16};
-    int is_wide = m->kind == W_INT8 && m->order == SPARSE_BY_INPUT;
-    int64_t unit = is_wide ? 64 : units[m->order], per_thread = is_wide ? WIDE_TILES_PER_THREAD : TILES_PER_THREAD;
+    static const int64_t units[] = {8, 64, COLUMN_TILE, 16};
+    int64_t unit = units[m->order], per_thread = m->order == SPARSE_BY_INPUT ? WIDE_TILES_PER_THREAD : TILES_PER_THREAD;
     return tiles(tiles(m->N, per_thread * s->threads), unit) * unit;
 }
 
