@@ -319,6 +319,7 @@ class Engine:
         for row in self._rows:
             row.cache = None
         for shared in self._prefills:
+            shared.prefill.abandon()
             shared.prefill = self._new_prefill(shared.request, shared.prefill.tokens)
             shared.logprobs.clear()
 
@@ -417,6 +418,8 @@ class Engine:
                 batch.append(shared)
                 tokens = total
                 budget -= first.next_cost
+            else:
+                first.abandon()
         return batch
 
     def _set_final_context(self, position: int) -> None:

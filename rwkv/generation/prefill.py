@@ -123,6 +123,13 @@ class Prefill:
         except StopIteration:
             self._chunk_run = None
 
+    def abandon(self) -> None:
+        """Frees the tensors of the chunk in progress.
+
+        Without this call they would stay until Python's garbage collector runs, because the chunk's generator refers to self.
+        """
+        self._chunk_run = None
+
     @property
     def _chunk_end(self) -> int:
         longest = self._chunks.longest

@@ -1,6 +1,8 @@
 """Tests of the engine: a text depends only on its prompt, seed and options, and its pieces add up to it at constant cost."""
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -263,6 +265,29 @@ def test_rows_join_and_leave_and_each_text_is_the_text_alone(kernel: str, arriva
         assert cancelled.sample.finish_reason is not None
         for row, (_, prompt, seed, n, options) in zip(rows, sorted(arrivals, key=lambda each: each[0]), strict=True):
             assert row.sample == generate_batch(model, BYTES, [prompt], n, seeds=[seed], **options)[0]
+
+
+@pytest.mark.parametrize("stop", ["cancel", "new weights"])
+def test_a_prefill_that_is_abandoned_is_freed_at_once(monkeypatch: pytest.MonkeyPatch, stop: str) -> None:
+    """Clients that go away while their long prompts are prefilled must not fill the memory until the garbage collector runs."""
+    cut_into(monkeypatch, 512, 8)
+    model = small_model(vocab_size=256)
+    engine = Engine(model, BYTES)
+    row = engine.add(Request([1] * 100))
+    gc.collect()
+    gc.disable()
+    try:
+        engine.step()
+        (abandoned,) = [weakref.ref(each) for each in gc.get_objects() if type(each) is Prefill and len(each.tokens) == 100]
+        if stop == "cancel":
+            row.cancel()
+        else:
+            with torch.no_grad():
+                model.head.weight.add_(1)
+        engine.step()
+        assert abandoned() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kernel", ["conv1d", "rwkv7"])
