@@ -99,34 +99,36 @@ class JsonLines(Stream):
 
 class LineReader(Reader):
     def __init__(self, files: list[Path], number: int, offset: int, line: int) -> None:
-        self._files = files
         self._place = [number, offset, line]
-        self._rows = self._read()
-        self._before = sum(file.stat().st_size for file in files[:number])
+        # _rows must not refer to the reader: the cycle would leave the file open until Python's garbage collector runs
+        self._rows = _rows(files, self._place)
 
     def __next__(self) -> Row:
-        return next(self._rows)
+        row, self.size = next(self._rows)
+        return row
 
     def position(self) -> list[int]:
         return [*self._place]
 
-    def _read(self) -> Iterator[Row]:
-        while self._place[0] < len(self._files):
-            path = self._files[self._place[0]]
-            if jsonl.is_list(path):
-                raise UserError(f"data.streaming conflicts with {path}, because the file is a JSON list. Write one object per "
-                                "line, or omit data.streaming")
-            with open_file(path) as raw:
-                file = decompressed_stream(raw, path)
-                _skip_bytes(file, raw, self._place[1], path)
-                for line in jsonl.read_lines(file, path):
-                    self._place[1] += len(line)
-                    self._place[2] += 1
-                    self.size = self._before + (self._place[1] if file is raw else raw.tell())
-                    if line.strip():
-                        yield Row(line, f"{path}, line {self._place[2]}")
-                self._before += os.fstat(raw.fileno()).st_size
-            self._place = [self._place[0] + 1, 0, 0]
+
+def _rows(files: list[Path], place: list[int]) -> Iterator[tuple[Row, int]]:
+    """Yields each row after `place`, with the number of bytes read so far. `place` becomes the position of the next row."""
+    before = sum(file.stat().st_size for file in files[:place[0]])
+    while place[0] < len(files):
+        path = files[place[0]]
+        if jsonl.is_list(path):
+            raise UserError(f"data.streaming conflicts with {path}, because the file is a JSON list. Write one object per "
+                            "line, or omit data.streaming")
+        with open_file(path) as raw:
+            file = decompressed_stream(raw, path)
+            _skip_bytes(file, raw, place[1], path)
+            for line in jsonl.read_lines(file, path):
+                place[1] += len(line)
+                place[2] += 1
+                if line.strip():
+                    yield Row(line, f"{path}, line {place[2]}"), before + (place[1] if file is raw else raw.tell())
+            before += os.fstat(raw.fileno()).st_size
+        place[:] = [place[0] + 1, 0, 0]
 
 
 def _skip_bytes(file: BinaryIO, raw: BinaryIO, offset: int, path: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,20 @@ def test_a_continued_stream_continues_again(config: DataConfig) -> None:
         found += read(itertools.islice(each, taken))
         state = plain(each.state_dict())
     assert found == whole
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_reader_that_is_dropped_closes_its_file(tmp_path: Path, name: str) -> None:
+    """Otherwise the file would stay open until Python's garbage collector runs, which reports it now and then."""
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(lines_of(TEXTS)) if name.endswith(".gz") else lines_of(TEXTS))
+    gc.disable()
+    try:
+        next(open_stream(config_of(path)).read())
+        files = [file for file in gc.get_objects() if isinstance(file, BufferedReader) and not file.closed]
+        assert not [file for file in files if getattr(file, "name", "") == str(path)]
+    finally:
+        gc.enable()
 
 
 def test_a_state_is_small(config: DataConfig, tmp_path: Path) -> None:
