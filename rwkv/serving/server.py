@@ -75,10 +75,15 @@ def _bind(config: ServeConfig) -> socket.socket:
     try:
         listener.bind((config.host, config.port))
         listener.listen()                # before this call another server could bind the port
-    except OSError as error:
+    except (OSError, TypeError) as error:        # TypeError: the host cannot be encoded, such as an ellipsis
         listener.close()
-        hint = ". Set port= to another port, or to 0 for any free port" if error.errno == errno.EADDRINUSE else ""
-        raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}{hint}") from None
+        hint = ""
+        if isinstance(error, (socket.gaierror, TypeError)):
+            hint = ". host= must be an IP address or a host name, without brackets, a port or http://"
+        elif error.errno == errno.EADDRINUSE:
+            hint = ". Set port= to another port, or to 0 for any free port"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"cannot listen on {config.host} port {config.port}: {reason}{hint}") from None
     return listener
 
 

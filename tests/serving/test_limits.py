@@ -435,6 +435,12 @@ def test_a_port_is_taken_before_the_model_is_loaded() -> None:
         _bind(ServeConfig(port=first.getsockname()[1]))
 
 
+@pytest.mark.parametrize("host", ["[::1]", "localhost:8000", "http://127.0.0.1", "ü..b", "…"])
+def test_a_host_that_is_no_address_and_no_name_is_refused(host: str) -> None:
+    with pytest.raises(UserError, match="host= must be"):
+        _bind(ServeConfig(host=host, port=0))
+
+
 def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
     code = "import sys; sys.modules['msgspec'] = None; from rwkv.programs import serve; serve.main()"
     run = subprocess.run([sys.executable, "-c", code, "checkpoint=nothing.pth"], capture_output=True, text=True, cwd=ROOT)
