@@ -248,8 +248,9 @@ def adjust_logits(logits: Tensor, options: Sampling, penalties: AllPenalties | N
     """Returns the logits (B,V) with logit_bias, banned tokens and penalties applied. The argument is not changed."""
     if options.logit_bias or options.banned or penalties is not None:
         logits = logits.clone()
-    for token, bias in options.logit_bias.items():
-        logits[:, token] += bias
+    if options.logit_bias:               # in one operation, because a request may bias every token of the vocabulary
+        bias = draw_bias(options)
+        logits.index_add_(1, to_device(bias.ids, logits.device), to_device(bias.values, logits.device).expand(len(logits), -1))
     if options.banned:
         logits.index_fill_(1, to_device(torch.tensor([*options.banned]), logits.device), -torch.inf)
     if not penalties:

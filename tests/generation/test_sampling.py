@@ -12,6 +12,7 @@ from every_option import OTHER_OPTIONS
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.draw import Draw
 from rwkv.config import Sampling
@@ -234,6 +235,35 @@ def test_a_bias_leaves_the_logits_as_they_are(draw: Draw | None, V: int) -> None
     drawn = next_tokens(logits, torch.tensor([0.0, 0.5, 0.999]), options, draw=draw)
     assert not {0, 2} & set(drawn.tolist())
     assert torch.equal(memory, before)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def test_any_number_of_biases_takes_as_many_operations_as_one() -> None:
+    """A request may bias every token of the vocabulary, and all other sequences wait for its draw."""
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
+    counts = []
+    for n in (1, 300):
+        options = Sampling(logit_bias={token: token / 3 - 50 for token in range(n)}, banned=(0, 0, 7))
+        with Operations() as operations:
+            adjusted = adjust_logits(logits, options, None)
+        counts.append(operations.count)
+        expected = logits.clone()
+        for token, bias in options.logit_bias.items():
+            expected[:, token] += bias
+        expected[:, [0, 7]] = -math.inf
+        assert torch.equal(adjusted, expected)
+    assert counts[0] == counts[1]
 
 
 def test_penalties_by_their_definitions() -> None:
