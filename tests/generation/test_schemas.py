@@ -200,7 +200,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a constant inside": {"enum": [{"a": [2**60 + 1]}]}, "overlapping schemas": {"oneOf": [{"type": "number"}, INTEGER]},
     "a large multiple": {**INTEGER, "multipleOf": 10_007}, "a long multiple": {"type": "number", "multipleOf": 0.2000003},
     "multiples whose product overflows": {"allOf": [{**INTEGER, "multipleOf": 65537}, {"multipleOf": 65539}]},
-    "a format that cannot be enforced": {"type": "string", "format": "regex"}}
+    "a format that cannot be enforced": {"type": "string", "format": "regex"},
+    "different items": {"type": "array", "items": INTEGER, "uniqueItems": True},
+    "a condition": {**OBJECT, "if": {"required": ["a"]}, "then": {"required": ["b"]}}, "a negation": {"not": INTEGER}}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -209,7 +211,7 @@ def test_what_cannot_be_enforced_is_refused(name: str) -> None:
     for refuse in (grammar.check, lambda: matcher_of(grammar, BYTES)):
         with pytest.raises(UserError, match=r"^json_schema.*: ") as error:
             refuse()
-        assert "coerce" not in str(error.value)
+        assert not re.search("coerce|Unimplemented", str(error.value)), "these are the library's words"
 
 
 def test_a_required_name_that_may_not_occur_is_not_called_a_circle_alone() -> None:
