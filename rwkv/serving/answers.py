@@ -124,16 +124,23 @@ class Answer:
 
     async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for number, event in self._ticket:
-                self._add_event(number, event)
+            response = await self._whole_response()
         except ApiError as error:
-            await self._error_response(error)(scope, receive, send)
-            return
+            if self._abandoned:          # nobody gets the error, so that the log need not report a failure
+                return
+            client_error = self._client_error(error)
+            scope["state"]["refusal"] = str(client_error)
+            response = self._error_response(client_error)
+        await self._send(response, scope, receive, send)
+
+    async def _whole_response(self) -> Response:
+        """Waits for all events, and returns the response. Raises ApiError."""
+        async for number, event in self._ticket:
+            self._add_event(number, event)
         self._complete = True
         await self._finish()
         # An answer with the prompt's log-probabilities takes megabytes. A thread encodes it, so that no other request waits.
-        response = await asyncio.to_thread(self._full_response) if self._spec.echo_logprobs else self._full_response()
-        await self._send(response, scope, receive, send)
+        return await asyncio.to_thread(self._full_response) if self._spec.echo_logprobs else self._full_response()
 
     async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
         async with asyncio.timeout(SEND_TIMEOUT):
@@ -147,7 +154,7 @@ class Answer:
         return error
 
     def _error_response(self, error: ApiError) -> Response:
-        return self._client_error(error).response()
+        return error.response()
 
     def _add_event(self, number: int, event: Event) -> None:
         self._choices[number].add(event)

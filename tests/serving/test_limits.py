@@ -264,6 +264,21 @@ def test_who_waits_behind_a_client_that_goes_away_is_served(server: Running) -> 
 
 
 @pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_a_client_that_leaves_the_queue_is_no_failure_in_the_log(server: Running, path: str) -> None:
+    body = {"input": ["a"] * 3} if path == "/v1/embeddings" else {**ENDLESS, "stream": False}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "n": 4}, timeout=60), \
+            socket.create_connection(("127.0.0.1", server.port)) as waiting:
+        wait_until(lambda: server.metric("timemix_rows") == 4)
+        waiting.sendall(post(path, body, "x-request-id: left-the-queue\r\n"))
+        wait_until(lambda: server.metric("timemix_queue") > 0)
+        waiting.close()
+        wait_until(lambda: server.metric("timemix_queue") == 0)
+        assert httpx.get(f"{server.url}/health").status_code == 200              # a line would be in the log by now
+    assert "left-the-queue" not in server.log
+
+
+@pytest.mark.usefixtures("idle")
 def test_a_stream_outlives_the_deadline_for_requests(server: Running) -> None:
     """Some clients send a line end after a body.
 
@@ -411,6 +426,7 @@ def test_a_signal_lets_running_texts_end_and_refuses_who_waits_when_the_time_is_
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: refuses_connections(server))
         assert (waiting.result().status_code, waiting.result().json()["error"]["code"]) == (503, "not_begun")
+        assert waiting.result().json()["error"]["message"] in server.log
         events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"

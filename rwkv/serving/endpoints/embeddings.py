@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from rwkv.config import Pooling
 from rwkv.generation.request import Request as EngineRequest
@@ -112,13 +112,13 @@ class EmbeddingAnswer(Answer):
         super()._cancel()
         self._unsubmitted = []
 
-    async def _send_full(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = json_response(self._render(await self._last_events()))
-        except ApiError as error:
-            response = error.response(self._error_form)
+    async def _whole_response(self) -> Response:
+        response = json_response(self._render(await self._last_events()))
         self._complete = True
-        await self._send(response, scope, receive, send)
+        return response
+
+    def _error_response(self, error: ApiError) -> Response:
+        return error.response(self._error_form)
 
     async def _last_events(self) -> list[Event]:
         last_events: list[Event] = []

@@ -27,8 +27,8 @@ class StateAnswer(Answer):
     def _full_response(self) -> Response:
         state = self._choices[0].last.state
         if state is None:
-            return ApiError(503, "the prompt requires more time than the server's timeout_s= allows: send a shorter prompt",
-                            code="timeout").response()
+            raise ApiError(503, "the prompt requires more time than the server's timeout_s= allows: send a shorter prompt",
+                           code="timeout")
         return json_response({**describe_state(state, self._spec.model), "usage": self._usage()})
 
 
