@@ -17,6 +17,7 @@ from serving_runs import Running
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.serving.engine.compiling import PROCESSES, Compilers
+from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.programs
@@ -51,6 +52,21 @@ def test_a_compile_beyond_its_time_ends_and_others_go_on() -> None:
     before = {*multiprocessing.active_children()}        # servers that are forked from this process
     with_compilers(work)
     assert not {*multiprocessing.active_children()} - before
+
+
+def test_a_process_that_does_not_start_is_no_mistake_of_the_grammar() -> None:
+    """The same grammar is tried again later: the machine may have lacked memory for the process."""
+    async def work() -> None:
+        compilers = Compilers({"kind": "unknown"})
+        try:
+            for _ in range(2):
+                with pytest.raises(ApiError) as error:
+                    await compilers.check(SHORT, "a")
+                assert error.value.status == 503
+        finally:
+            compilers.close()
+
+    asyncio.run(work())
 
 
 def test_each_key_has_its_turn() -> None:

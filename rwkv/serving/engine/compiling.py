@@ -27,6 +27,7 @@ from rwkv.generation.grammar.matcher import compile_grammar, require_ends, vocab
 from rwkv.io.json_types import JsonObject
 from rwkv.io.signals import STOPPING
 from rwkv.serving.http.errors import RETRY_AFTER, ApiError
+from rwkv.serving.log import say
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 PROCESSES = 2
@@ -123,11 +124,14 @@ class _Process:
         self._stopped = False
 
     def reason(self, grammar: Grammar) -> str:
-        """Returns the reason why the grammar is refused, or "" for an accepted grammar. Blocks during the compilation."""
+        """Returns the reason why the grammar is refused, or "" for an accepted grammar. Blocks during the compilation.
+
+        Raises ApiError if the process does not start.
+        """
         where = grammar.parts[0].where
+        if self._process is None and not self._stopped:
+            self._start_process()
         try:
-            if self._process is None and not self._stopped:
-                self._start_process()
             if self._stopped:
                 raise EOFError
             self._connection.send(grammar)
@@ -143,12 +147,20 @@ class _Process:
     def _start_process(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, remote_end = context.Pipe()
-        self._process = context.Process(target=_main, args=(remote_end, self._tokenizer), daemon=True)
-        self._process.start()
-        remote_end.close()
-        if not self._connection.poll(START_S):
-            raise RuntimeError("the process that compiles grammars did not start")
-        self._connection.recv()
+        process = context.Process(target=_main, args=(remote_end, self._tokenizer), daemon=True)
+        try:
+            process.start()
+            self._process = process
+            remote_end.close()
+            if not self._connection.poll(START_S):
+                raise TimeoutError(f"it did not start within {START_S:g} seconds")
+            self._connection.recv()
+        except (EOFError, OSError) as error:
+            self.kill()
+            if not self._stopped:
+                say("grammars", f"the process that compiles grammars has not started: {error or 'it has ended'}")
+                raise ApiError(503, "the process that compiles grammars has not started: see the server's log",
+                               code="compiler_ended", retry_after=RETRY_AFTER) from None
 
     def stop(self) -> None:
         """Interrupts a call of reason() in another thread."""
