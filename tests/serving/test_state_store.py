@@ -4,6 +4,7 @@ States are made of prompts, messages, files and answers. They are continued, lis
 restart.
 """
 
+import asyncio
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,6 +34,8 @@ from rwkv.generation.state_files import CHECKSUM, StateFormat, checksum, load_co
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.serving.http.errors import ApiError
+from rwkv.serving.messages import SavedState
+from rwkv.serving.responses.store import Responses, StoredResponse
 from rwkv.serving.states.client_states import ClientStates
 from rwkv.serving.states.store import StateGone, StateStore
 from rwkv.tokenizer.tokenizers import ByteTokenizer
@@ -378,6 +382,24 @@ def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Ca
     with pytest.raises(StateGone):
         states.get(initial)
     states.close()
+
+
+def test_names_of_deleted_files_do_not_stay_in_memory(tmp_path: Path, model: RWKV) -> None:
+    """A server that stores a response per request deletes millions of files."""
+    config = ServeConfig(states_dir=str(tmp_path))
+    states = StateStore(config, {"": StateFormat.of(model, BYTES)}, {"": ""})
+    engine: Any = SimpleNamespace(states={})
+    responses = Responses(config, engine)
+    for number in range(3):
+        state = SavedState(f"state_{number:032x}", "", 0, 1, 0)
+        states.put(state, prefill(model, torch.tensor([[1]])))
+        states.drop(state.id)
+        name = f"resp_{number:032x}"
+        asyncio.run(responses.put(StoredResponse("", {"id": name, "output": []}, [])))
+        responses.drop(name)
+    states.close()
+    responses.sync({path.name for path in tmp_path.iterdir()})
+    assert [*tmp_path.iterdir(), *states._ignored, *responses._ignored] == []
 
 
 def test_servers_on_one_folder_see_each_other_s_states_and_responses(start: Callable[..., Running], tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class Responses:
         `names` has the names of all files in the folder.
         """
         assert self._folder is not None
+        self._ignored &= names           # else the names of all deleted files would stay in memory
         new = [name for name in names if (match := RESPONSE.fullmatch(name)) and name not in self._ignored
                and match[1] not in self._stored]
         self._ignored.update(new)

@@ -76,7 +76,7 @@ class StateStore:
         self._unwritten: dict[str, Future[None]] = {}
         self._writer = ThreadPoolExecutor(1)             # a thread, so that the engine does not wait for the disk
         self._gone: list[str] = []
-        self._ignored: set[str] = set()                  # names of files that are not states, or that this server has deleted
+        self._ignored: set[str] = set()                  # names of files that are not states, or that are to be deleted
         self.initial = self._scan(self._folder) if self._folder else []
 
     @property
@@ -202,10 +202,15 @@ class StateStore:
 
     def _delete(self, folder: Path, state_id: str) -> None:
         """Deletes a state's file. The writer finishes a pending write first, because it has only one thread."""
+        path = self._path(folder, state_id)
         self._files.remove(state_id)
         self._unwritten.pop(state_id, None)
-        self._ignored.add(self._path(folder, state_id).name)
-        self._writer.submit(self._path(folder, state_id).unlink, missing_ok=True)
+        self._ignored.add(path.name)
+        self._writer.submit(self._unlink, path)
+
+    def _unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        self._ignored.discard(path.name)                 # the name is random, and so never used again
 
     @staticmethod
     def _path(folder: Path, state_id: str) -> Path:
