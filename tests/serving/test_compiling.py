@@ -69,6 +69,20 @@ def test_a_process_that_does_not_start_is_no_mistake_of_the_grammar() -> None:
     asyncio.run(work())
 
 
+def test_a_process_that_was_killed_while_idle_is_started_again() -> None:
+    """A system without memory kills it, and the next grammar is not the cause."""
+    before = {*multiprocessing.active_children()}        # servers that are forked from this process
+
+    async def work(compilers: Compilers) -> None:
+        await compilers.check(SHORT, "a")
+        (process,) = {*multiprocessing.active_children()} - before
+        process.kill()
+        process.join()
+        await compilers.check(Grammar.json_schema({"type": "null"}), "a")
+
+    with_compilers(work)
+
+
 def test_each_key_has_its_turn() -> None:
     """A grammar of another key, sent after many slow grammars of one key, is compiled before the first key's second round."""
     async def work(compilers: Compilers) -> list[str]:

@@ -129,6 +129,8 @@ class _Process:
         Raises ApiError if the process does not start.
         """
         where = grammar.parts[0].where
+        if self._process is not None and not self._process.is_alive():
+            self.kill()                  # it was killed while it was idle, for which no grammar is to blame
         if self._process is None and not self._stopped:
             self._start_process()
         try:
