@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from itertools import count
 
+from rwkv.io.lines import counted
 from rwkv.serving.http.errors import RETRY_AFTER, STATE_GONE, ApiError
 from rwkv.serving.messages import Cancel, Event, Generate, Reply, ToEngine
 
@@ -62,8 +63,8 @@ class Queue:
         Raises ApiError 429 if the queue is full, and ApiError 400 if the sequences could never run together.
         """
         if len(sequences) > self._max_rows:
-            raise ApiError(400, f"a request must have at most {self._max_rows} sequences (n for each prompt); got "
-                                f"{len(sequences)}", "n")
+            raise ApiError(400, f"a request must have at most {counted(self._max_rows, 'sequence')} (n for each prompt); "
+                                f"got {len(sequences)}", "n")
         if len(sequences) > self._max_rows + self._max_queue - self.n_running - self.n_queued:
             raise ApiError(429, "the server is busy: its queue is full. Try again later", code="queue_full",
                            retry_after=RETRY_AFTER)
