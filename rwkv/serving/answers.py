@@ -96,12 +96,13 @@ class Answer:
         self._abandoned = False          # the client disconnected before the last event
         self._silent = True              # no chunk was sent since the last check
         self._sending = asyncio.Lock()   # two messages must not be sent at once
+        self._stream_error: ApiError | None = None       # the error with which a stream has ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel)
         try:
-            await (self._send_stream(send) if self._stream else self._send_full(scope, receive, send))
+            await (self._send_stream(scope, send) if self._stream else self._send_full(scope, receive, send))
         except (TimeoutError, asyncio.CancelledError):           # a server that exits immediately cancels this task
             scope["state"]["abort"]()
         finally:
@@ -153,6 +154,11 @@ class Answer:
         """Returns the error to send to the client for `error`. Subclasses may override this hook."""
         return error
 
+    def _end_stream(self, error: ApiError) -> ApiError:
+        """Records that a stream ends with an error, and returns the error to send to the client."""
+        self._stream_error = self._client_error(error)
+        return self._stream_error
+
     def _error_response(self, error: ApiError) -> Response:
         return error.response()
 
@@ -163,7 +169,7 @@ class Answer:
         content = self._spec.envelope([choice.whole() for choice in self._choices], stream=False)
         return json_response({**content, "usage": self._usage()})
 
-    async def _send_stream(self, send: Send) -> None:
+    async def _send_stream(self, scope: Scope, send: Send) -> None:
         headers = [(b"content-type", self.content_type.encode()), (b"cache-control", b"no-store"),
                    (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -176,6 +182,8 @@ class Answer:
         finally:
             if comments is not None:
                 comments.cancel()
+        if self._stream_error is not None and not self._abandoned:
+            scope["state"]["stream_error"] = self._stream_error              # for the log
         async with asyncio.timeout(SEND_TIMEOUT):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -198,7 +206,7 @@ class Answer:
                 for piece in self._choices[number].pieces(event):
                     yield sse({**self._spec.envelope([piece], stream=True), **usage})
         except ApiError as error:
-            yield sse(error.body)
+            yield sse(self._end_stream(error).body)
         else:
             self._complete = True
             if self._spec.include_usage:

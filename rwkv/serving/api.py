@@ -53,11 +53,16 @@ def application(service: Service) -> ASGIApp:
 
 def _with_log(app: ASGIApp) -> ASGIApp:
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
-        """Logs refused requests, and ignores double and trailing slashes in paths, which some clients' base URLs cause."""
+        """Logs refused requests and failed streams, and ignores double and trailing slashes, which some clients' URLs have."""
+        request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"               # raw_path keeps a line end as %0A
+        state = scope["state"]
+
         async def log_refusal(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # raw_path keeps a line end as %0A
-                say_refused(message["status"], request, scope["state"]["request_id"], scope["state"].get("refusal", ""))
+                say_refused(message["status"], request, state["request_id"], state.get("refusal", ""))
+            elif "stream_error" in state:                # comes with the last message of a stream
+                error = state.pop("stream_error")
+                say_refused(error.status, request, state["request_id"], str(error))
             await send(message)
 
         await app({**scope, "path": re.sub("/+", "/", scope["path"]).rstrip("/") or "/"}, receive, log_refusal)

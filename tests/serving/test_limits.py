@@ -414,19 +414,24 @@ def test_a_signal_while_the_model_loads_ends_the_engine_too(checkpoint: Path) ->
         assert not Path(f"/proc/{engine}").exists()
 
 
-def test_a_signal_lets_running_texts_end_and_refuses_who_waits_when_the_time_is_over(start: Callable[..., Running]) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_signal_lets_running_texts_end_and_refuses_who_waits_when_the_time_is_over(start: Callable[..., Running],
+                                                                                     stream: bool) -> None:
     server = start("dtype=int4", "max_rows=1", "grace_s=1", "max_tokens=100000")
     assert "on cpu, int4" in server.log
     with ThreadPoolExecutor(1) as thread, \
             httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
-        waiting = thread.submit(httpx.post, f"{server.url}/v1/completions", json={**ENDLESS, "stream": False}, timeout=60)
+        waiting = thread.submit(httpx.post, f"{server.url}/v1/completions", json={**ENDLESS, "stream": stream}, timeout=60)
         wait_until(lambda: server.metric("timemix_queue") == 1)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: refuses_connections(server))
-        assert (waiting.result().status_code, waiting.result().json()["error"]["code"]) == (503, "not_begun")
-        assert waiting.result().json()["error"]["message"] in server.log
+        assert waiting.result().status_code == (200 if stream else 503)
+        error = json.loads(waiting.result().text.removeprefix("data: ").partition("\n")[0])["error"]
+        assert error["code"] == "not_begun"
+        request_id = waiting.result().headers["x-request-id"]
+        assert f"failed     503 POST /v1/completions {request_id}: {error['message']}" in server.log
         events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"

@@ -284,7 +284,7 @@ class MessagesAnswer(Answer):
                 if chunk := b"".join(map(sse, self._events(event))):
                     yield chunk
         except ApiError as error:
-            yield sse(error_body(error))
+            yield sse(error_body(self._end_stream(error)))
             return
         self._complete = True
         yield sse({"type": "message_delta", "delta": self._ending(), "usage": self._counts()}) + sse({"type": "message_stop"})

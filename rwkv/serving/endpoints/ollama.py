@@ -280,7 +280,7 @@ class OllamaAnswer(Answer):
                     if reason is None:
                         yield one_line(self._choice_line(piece)) + b"\n"
         except ApiError as error:
-            yield one_line(error_body(error)) + b"\n"
+            yield one_line(error_body(self._end_stream(error))) + b"\n"
         else:
             self._complete = True
             yield one_line(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"

@@ -130,7 +130,7 @@ class ResponseAnswer(Answer):
                 if chunk := b"".join(map(numbered, self._events(event))):
                     yield chunk
         except ApiError as error:
-            content = self._client_error(error).body["error"]
+            content = self._end_stream(error).body["error"]
             yield numbered({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
             return
         self._complete = True
