@@ -44,7 +44,7 @@ from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = 5                              # version of the cache files' format
+VERSION = 6                              # version of the cache files' format
 AT_ONCE = 1000                           # conversations per call of the tokenizer
 
 
@@ -56,7 +56,7 @@ class Tokenised(NamedTuple):
         learnt: 1 for each learnt id and 0 for each other id.
         bytes, learnt_bytes: the size of all text, and of the learnt text.
         lost, learnt_lost: the part of all text, and of the learnt text, that the tokenizer cannot represent.
-        left_out: the number of conversations that are in neither split because none of their answers is learnt.
+        left_out: the number of conversations or pairs that are in neither split because none of their answers is learnt.
         copies: the number of conversations or pairs in both splits that equal an earlier one (documents/copies.py).
         paired: True if sequences 2i and 2i+1 contain the chosen and the rejected answer to the same prompt (pairs.py).
     """
@@ -166,7 +166,7 @@ def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs:
         write(folder / f"{split}-starts.npy", partial(np.save, arr=np.cumsum([0, *lengths])[:-1]))
         sizes[split] |= {"tokens": sum(lengths), "conversations": len(lengths)}
     names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
-    manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out, "copies": copies // (1 + pairs),
+    manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out // (1 + pairs), "copies": copies // (1 + pairs),
                 "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
                 "files": {name: crc32(folder / name) for name in names},
                 "lost": {split: [asdict(text) for text in lost[split]] for split in SPLITS}}

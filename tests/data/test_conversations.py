@@ -179,13 +179,18 @@ def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_p
     bad = {**lines[0], "weight": 0}
     question, answer = messages("?", "BAD")
     rejected = {"prompt": "a", "completion": "BAD", "label": False}
-    actual = corpus(tmp_path, [bad, rejected, *lines[:2], {"messages": [question, {**answer, "weight": 0}]}, *lines[2:]])
+    without = [{"messages": [question]}, {"conversations": []}, {"messages": None}, {"conversations": "[]", "system": "s"},
+               {"prompt": "a", "completion": None}, {"prompt": [question], "completion": None, "chosen": None}]
+    actual = corpus(tmp_path, [bad, rejected, *lines[:2], {"messages": [question, {**answer, "weight": 0}]}, *without,
+                               *lines[2:]])
     assert (texts_of(actual), actual.val[:].tolist()) == (texts_of(expected), expected.val[:].tolist())
     assert actual.conversations is not None
-    assert actual.conversations[0].left_out == 3
-    assert "3 others omitted" in actual.describe()
+    assert actual.conversations[0].left_out == 3 + len(without)
+    assert f"{3 + len(without)} others omitted" in actual.describe()
     with pytest.raises(UserError):
         corpus(tmp_path, [bad, lines[0], bad])
+    with pytest.raises(UserError):
+        corpus(tmp_path, without)
 
 
 @pytest.mark.parametrize(("name", "content"), [
@@ -193,9 +198,11 @@ def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_p
     ("t.jsonl", lambda entries: ("\n [" + ",\n".join(map(json.dumps, entries)) + "]\n").encode()),
     ("t.json", lambda entries: b"\xef\xbb\xbf" + json.dumps(entries, indent=1).encode()),
     ("t.json.gz", lambda entries: gzip.compress(json.dumps(entries).encode())),
+    ("t.json.zst", lambda entries: pytest.importorskip("zstandard").compress(json.dumps(entries).encode())),
     ("t.json", lambda entries: "\n".join(map(json.dumps, entries)).encode()),
     ("t.jsonl", lambda entries: b"\xef\xbb\xbf" + "\r\n".join(map(json.dumps, entries)).encode()),
-], ids=["list", "list in .jsonl", "indented list with a byte order mark", "list in gz", "lines in .json", "lines with crlf"])
+], ids=["list", "list in .jsonl", "indented list with a byte order mark", "list in gz", "list in zst", "lines in .json",
+        "lines with crlf"])
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_json_list_is_read_as_lines_are(tmp_path: Path, name: str, content: Any, folder: bool) -> None:
     lines = [{"messages": messages(*talk)} for talk in TALKS]
@@ -230,7 +237,6 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, words: str) -> No
     ("{", "line 2 is not JSON"), ({"body": "a"}, 'line 2: a conversation must have the fields "messages", "con'),
     ({"text": "User: a\n\nAssistant: b"}, "line 2: a conversation must .* data=jsonl"),
     ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content must be a string"),
-    ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no assistant message"),
     ({"conversations": [{"from": "he", "value": "a"}]}, r"line 2: conversations\[0\]\.from must be one of"),
     ({"prompt": "a", "completion": "\0"}, "line 2: .*U\\+0000"),
     ({"messages": [*messages("a", "b")[:1], {"role": "assistant", "content": "b", "weight": 0.5}]},
@@ -244,10 +250,10 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, words: str) -> No
      r"line 2: conversations\[1\]\.value must be a tool call"),
     ({"conversation": [{"human": "a", "assistant": "b"}]},
      r'line 2: conversation\[0\] must have the field "role" or "from"; got human'),
-    ({"messages": None}, "line 2: messages must be a list.*got null"),
     ({"prompt": "a", "chosen": "b"}, "line 2: .*got prompt, chosen"),
     ({"question": "a", "context": "c", "answer": "b"}, 'line 2: the fields "question" and "answer" conflict with "context"'),
     ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
+    ({"prompt": "a", "completion": None, "chosen": "b", "rejected": "c"}, "line 2: a pair .* requires tune.objective=dpo"),
 ])
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
     with pytest.raises(UserError, match=f"talks.jsonl, {words}"):

@@ -119,11 +119,12 @@ ENTRIES: list[dict[str, Any]] = [{"prompt": f"{n}?", "chosen": f"{n}" * (1 + n %
 
 def test_both_texts_of_a_pair_are_in_one_split(tmp_path: Path) -> None:
     excluded = {"prompt": "?", "chosen": [GOOD | {"weight": 0}], "rejected": "no"}
-    prepared = corpus(tmp_path, [*ENTRIES[:3], excluded, *ENTRIES[3:], ENTRIES[0] | {"weight": 0}], val_fraction=0.25)
+    without = [ENTRIES[0] | {"weight": 0}, ENTRIES[0] | {"rejected": None}]
+    prepared = corpus(tmp_path, [*ENTRIES[:3], excluded, *ENTRIES[3:], *without], val_fraction=0.25)
     assert prepared.conversations is not None
     train, val = prepared.conversations
     assert (len(train.tokens.starts), len(val.tokens.starts)) == (18, 6)
-    assert train.left_out == 4           # these are texts, two for each pair
+    assert train.left_out == 3
     for split in prepared.conversations:
         texts = [*annotated_conversations(split, ByteTokenizer())]
         questions = [text.partition("[[")[0] for text in texts]

@@ -22,7 +22,8 @@ An answer is only context, and is not learnt, in three cases:
 - The answer or the conversation has "weight": 0 or an equivalent field (rwkv/chat/messages.py).
 - The entry has a prompt, a completion and "label": false, as in TRL's KTO format.
 - The answer is part of a list `prompt`, as in TRL.
-Conversations without learnt answers are omitted and counted.
+Conversations without learnt answers are omitted and counted, also if they have no answer, or no messages, as some have in data
+from the web. So are pairs of which an answer is null.
 """
 
 import json
@@ -41,12 +42,13 @@ from rwkv.data.files import find_files, names_and_hashes
 from rwkv.data.sources.jsonl import ENDINGS, entries, files
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
+from rwkv.io.compressed import COMPRESSED
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 
 PATH = "a .jsonl or .jsonl.gz file of conversations, a folder of them, or a pattern"
 LOCAL = True
-JSON_ENDINGS = (".json", ".json.gz")     # are read from a folder only if it has no JSON lines
+JSON_ENDINGS = (".json", *(f".json{ending}" for ending in COMPRESSED))  # are read from a folder only if it has no JSON lines
 LISTS = ("messages", "conversations", "conversation", "items", "interactions")
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
          ("question", "answer"), ("question", "response"), ("query", "response"))
@@ -171,19 +173,18 @@ def holds_conversations(path: Path) -> bool:
 
 
 def parts_of(entry: JsonObject, where: str, template: ChatTemplate) -> list[Part]:
-    """Renders the conversation of an entry. Raises UserError with `where` if the entry is not a conversation with an answer."""
+    """Renders the conversation of an entry. Raises UserError with `where` if the entry is not a conversation."""
     try:
         messages = _entry_messages(entry)
-        parts = template.parts(messages, _entry_tools(entry))
+        return template.parts(messages, _entry_tools(entry)) if messages else []
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{where}: the conversation has no assistant message, so there is no answer to learn")
-    return parts
 
 
 def parts_of_pair(entry: JsonObject, where: str, template: ChatTemplate) -> tuple[list[Part], list[Part]]:
     """Renders the conversation with the chosen answer and the one with the rejected answer. Only these answers are learnt."""
+    if all(field in entry for field in ANSWERS) and any(entry[field] is None for field in ANSWERS):
+        return [], []
     try:
         chosen, rejected = _pair_messages(entry)
         tools = _entry_tools(entry)
@@ -195,7 +196,7 @@ def parts_of_pair(entry: JsonObject, where: str, template: ChatTemplate) -> tupl
 def _pair_messages(entry: JsonObject) -> tuple[list[JsonObject], list[JsonObject]]:
     fields = {field: _parse_if_json(value) if field in LISTS else value for field, value in entry.items()
              if value not in EMPTY or field in ANSWERS}
-    missing = [field for field in ANSWERS if entry.get(field) is None]
+    missing = [field for field in ANSWERS if field not in entry]
     if missing:
         raise UserError('a pair of answers must have the fields "prompt", "chosen" and "rejected", or whole conversations in '
                         f"\"chosen\" and \"rejected\"; got no {' and no '.join(missing)}")
@@ -251,7 +252,9 @@ def _conversation_ending_in(fields: JsonObject, field: str, question: list[JsonO
 
 
 def _entry_messages(entry: JsonObject) -> list[JsonObject]:
-    fields = {field: _parse_if_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
+    """Returns the messages of an entry, or [] if the entry has a list without messages, or a question whose answer is null."""
+    parsed = {field: _parse_if_json(value) if field in LISTS else value for field, value in entry.items()}
+    fields = {field: value for field, value in parsed.items() if value not in EMPTY}
     name = next((name for name in LISTS if name in fields), None)
     pair = next((pair for pair in PAIRS if all(entry.get(field) is not None for field in pair)), None)
     if name is not None:
@@ -260,11 +263,12 @@ def _entry_messages(entry: JsonObject) -> list[JsonObject]:
         question, answer = pair
         messages = [*_prompt_messages({**fields, question: entry[question]}, question, answer),
                     *_as_messages("assistant", entry[answer], answer)]
-    elif empty := next((field for field in LISTS if field in entry), None):
-        raise UserError(f"{empty} must be a list of at least one message; got {json.dumps(entry[empty])}")
     elif all(field in fields for field in ANSWERS):
         raise UserError('a pair of answers, "chosen" and "rejected", requires tune.objective=dpo. Set this option, or rename '
                         '"chosen" to "completion" to learn only the chosen answer')
+    elif any(field in entry for field in LISTS) or any(entry.get(question) is not None and answer in entry
+                                                       for question, answer in PAIRS):
+        return []
     else:
         remedy = "To train on whole texts, pass data=jsonl" if isinstance(entry.get("text"), str) else "Rename the fields"
         raise UserError(f"a conversation must have the fields {FIELDS}; got {', '.join(entry)[:120] or 'nothing'}. {remedy}")
