@@ -207,11 +207,11 @@ def _describe_error(error: "OmegaConfBaseException", schema: type, overrides: li
     if not key:                          # OmegaConf names no option if a list contains something other than mappings
         present = {*values, *itertools.chain.from_iterable(settings.options for settings in recipes.values())}
         key = next((name for name, item in options(schema).items() if name in present and item.type == list[JsonObject]), "")
+    # If both recipes set the option, the first one, a user's, is wrong, because debug= only has files of ours
+    wrong = next((settings for settings in recipes.values() if key in settings.options or not key), None)
     where = ""
-    for settings in recipes.values() if key not in values else ():
-        is_wrong = not where or repr(settings.options.get(key)) in str(error)        # both recipes may set the option
-        if (key in settings.options or not key) and is_wrong:
-            values, where = settings.options, f"{settings.path}: "
+    if wrong is not None and key not in values:
+        values, where = wrong.options, f"{wrong.path}: "
     expected = _expected_value(key, schema)
     if key in values and values[key] in (None, "null"):
         return f"{where}{CANNOT_BE_NULL.format(key)}"
