@@ -97,18 +97,23 @@ def require_effect(config: "DataclassInstance", user_keys: Iterable[str]) -> Non
 
     `user_keys` are the dotted keys that the user set.
     """
+    for message in filter(None, (missing_requirement(config, key) for key in user_keys)):
+        raise UserError(message)
+
+
+def missing_requirement(config: "DataclassInstance", key: str) -> str | None:
+    """Returns a message if the option `key` has no effect, because the option that it requires has another value; else None."""
     schema = options(type(config))
-    for key in user_keys:
-        needs = schema[key].metadata["needs"] if key in schema else ()
-        if not needs:
-            continue
-        required, *allowed = needs
-        value = operator.attrgetter(required)(config)
-        if not allowed and value is None:
-            raise UserError(f"{key} requires {required}=: omit {key}, or set {required}=")
-        if allowed and value not in allowed:
-            group, _, name = required.rpartition(".")
-            switch = group if name in ("name", "method") else required        # data.name is set by data=, tune.method by tune=
-            value, *allowed = (str(each).lower() if isinstance(each, bool) else each for each in (value, *allowed))
-            raise UserError(f"{key} requires {switch}={' or '.join(allowed)}; got {switch}={value}: omit {key}, or set "
-                            f"{switch}={allowed[0]}")
+    needs = schema[key].metadata["needs"] if key in schema else ()
+    if not needs:
+        return None
+    required, *allowed = needs
+    value = operator.attrgetter(required)(config)
+    if not allowed and value is None:
+        return f"{key} requires {required}=: omit {key}, or set {required}="
+    if not allowed or value in allowed:
+        return None
+    group, _, name = required.rpartition(".")
+    switch = group if name in ("name", "method") else required        # data.name is set by data=, tune.method by tune=
+    value, *allowed = (str(each).lower() if isinstance(each, bool) else each for each in (value, *allowed))
+    return f"{key} requires {switch}={' or '.join(allowed)}; got {switch}={value}: omit {key}, or set {switch}={allowed[0]}"

@@ -31,7 +31,7 @@ from shlex import quote
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv import cli, report
 from rwkv.checkpoint.location import follow
-from rwkv.config import LATEST, SweepConfig, TrainConfig, require_effect
+from rwkv.config import LATEST, SweepConfig, TrainConfig, missing_requirement, require_effect
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.cache import sha256
@@ -220,12 +220,21 @@ def open_sweep(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
             raise UserError(f"out_dir={folder} must be the directory of a sweep, but contains no {run_files.SWEEP}")
         if not entries:
             require_unused(folder)
-    jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
-    configs = {entry.name: job.config for entry, job in zip(entries, jobs, strict=True)}
+    configs = {entry.name: _config_of(entry, jobs_of) for entry in entries}
     sweep = Sweep(folder, settings, setting_overrides, entries, configs)
     if adds_runs or not entries:
         _add_runs(sweep, new_jobs)
     return sweep
+
+
+def _config_of(entry: Entry, jobs_of: cli.Jobs) -> TrainConfig:
+    """Returns the configuration of a run in sweep.json. Raises UserError if a recipe now has further values to sweep."""
+    jobs = jobs_of(cli.split(entry.arguments, TrainConfig))
+    if len(jobs) > 1:
+        raise UserError(f"the run {entry.name} has become {len(jobs)} runs, because a recipe now has several values of "
+                        f"{', '.join(jobs[0].swept)}: restore the recipe, or start another sweep with another out_dir=")
+    config: TrainConfig = jobs[0].config
+    return config
 
 
 def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, list[str]]:
@@ -265,11 +274,14 @@ def _add_runs(sweep: Sweep, jobs: list[cli.Job]) -> None:
     """Adds new runs to the sweep. Raises UserError if the sweep has a run of the same name with different options."""
     entries = {entry.name: entry for entry in sweep.entries}
     added = []
+    used = {key for job in jobs for key in _keys(job.arguments) if missing_requirement(job.config, key) is None}
     for job in jobs:
         if job.config.only_plans:
             raise UserError("plan=true conflicts with -m, because a sweep always trains: omit -m to plan a single run, or omit "
                             "plan=true to train")
-        arguments = [argument for argument in job.arguments if not argument.startswith(SETTINGS)]
+        unused = {key for key in used - job.swept.keys() if missing_requirement(job.config, key)}
+        arguments = [argument for argument, key in zip(job.arguments, _keys(job.arguments), strict=True)
+                     if not key.startswith(SETTINGS) and key not in unused]      # only other runs use these options
         entry = Entry(name_of(job), job.swept, arguments, job.config.kernel.name, job.config.seed)
         if entry.name not in entries:
             try:
@@ -287,6 +299,10 @@ def _add_runs(sweep: Sweep, jobs: list[cli.Job]) -> None:
     for order, entry in enumerate(shuffled, start=len(sweep.entries) + 1):
         entry.order = order
     sweep.entries += added
+
+
+def _keys(arguments: list[str]) -> list[str]:
+    return [argument.partition("=")[0] for argument in arguments]
 
 
 def _require_possible(configs: list[TrainConfig]) -> None:

@@ -270,6 +270,35 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ..
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
+def test_an_option_that_only_some_runs_use_is_an_option_of_these_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option whose values are swept must have an effect in every run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    options = ("optim=adamw,muon", *SMALL, "kernel=conv1d", "logger=csv")
+    swept = make_sweep(*options, "optim.matrix_lr=0.1")
+    assert {entry.name: "optim.matrix_lr=0.1" in entry.arguments for entry in swept.entries} == {
+        "optim=adamw": False, "optim=muon": True}
+    with pytest.raises(UserError, match=r"optim\.matrix_lr requires optim=muon"):
+        make_sweep(*options, "optim.matrix_lr=0.1,0.2")
+    with pytest.raises(UserError, match=r"tune\.rank requires tune=lora"):
+        make_sweep(*options, "tune.rank=4")
+
+
+def test_a_recipe_that_has_more_values_than_when_the_sweep_began_is_named(tmp_path: Path,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("hydra: {sweeper: {params: {seed: '0,1'}}}")
+    begun = make_sweep(f"experiment={recipe}", *SMALL, "kernel=conv1d", "logger=csv", f"out_dir={tmp_path / 'swept'}")
+    begun.folder.mkdir()
+    begun.save()
+    assert {*make_sweep("resume=auto", f"out_dir={begun.folder}").configs} == {"seed=0", "seed=1"}
+    recipe.write_text("hydra: {sweeper: {params: {seed: '0,1', optim.lr: '1e-3,2e-3'}}}")
+    with pytest.raises(UserError, match=r"seed=0 .*optim\.lr"):
+        make_sweep("resume=auto", f"out_dir={begun.folder}")
+
+
 def test_a_long_name_is_shortened_for_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
