@@ -151,7 +151,8 @@ class OptimConfig:
         if not 0 < self.lr < math.inf:
             raise UserError(f"optim.lr must be a positive finite number; got {self.lr}")
         if not 0 < self.last_lr <= self.lr:
-            raise UserError(f"optim.min_lr must be positive and at most optim.lr={self.lr}; got {self.min_lr}")
+            raise UserError(f"optim.min_lr must be positive and at most optim.lr={self.lr}; got {self.min_lr}. With "
+                            "optim.min_lr=null it is optim.lr / 20")
 
     @property
     def last_lr(self) -> float:

@@ -99,6 +99,8 @@ def _custom_logger(config: LoggerConfig, tracker_run: TrackerRun) -> Logger:
 
     `tracker_run` is passed to the classes in trackers.py only.
     """
+    if wrong := next((text for text in config.arguments if "=" not in text), None):
+        raise UserError(f"logger.arguments= must have the form NAME=VALUE; got {wrong!r}")
     module, _, name = str(config._target_).rpartition(".")
     try:
         arguments = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in config.arguments)}

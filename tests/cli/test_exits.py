@@ -42,7 +42,7 @@ FULL_GPU = ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total 
     ("seed=glob(*)", "seed=glob(*) must not use glob()"),
     ("model.n_layer=glob([1,2])", "must not use glob()"),
     ("model.n_layer=0", "model.n_layer"),
-    ("optim.min_lr=1e-2", "optim.min_lr"),
+    ("optim.min_lr=1e-2", "optim.min_lr=null"),
     ("optim.lr=${nothing}", "nothing"),
     ("trainer.max_steps=(3", "cannot read"),
     ("trainer.precision=16", "32-true, tf32, bf16-mixed, fp16-mixed, auto; got '16'"),

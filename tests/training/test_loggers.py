@@ -17,6 +17,7 @@ from rwkv.config import LoggerConfig, TrainConfig
 from rwkv.errors import UserError
 from rwkv.training import loggers
 from rwkv.training.run.directory import as_plain
+from rwkv.training.run.options import check_new_run
 
 RUN = as_plain(TrainConfig())
 CONFIG = LoggerConfig(name="wandb")
@@ -30,6 +31,15 @@ def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     yield
     wandb.finish()
     wandb.teardown()
+
+
+@pytest.mark.parametrize("key", ["logger.project", "logger.group", "logger.run_name"])
+def test_a_name_for_a_logger_without_names_is_refused(key: str) -> None:
+    check_new_run(TrainConfig(logger=CONFIG), [key])
+    for name in ("csv", "none"):
+        check_new_run(TrainConfig(logger=LoggerConfig(name=name)), [])
+        with pytest.raises(UserError, match=f"{key} requires logger=wandb"):
+            check_new_run(TrainConfig(logger=LoggerConfig(name=name)), [key])
 
 
 @pytest.mark.programs
@@ -209,3 +219,5 @@ def test_any_logger_of_lightning_is_named_by_its_class(run: Run, tmp_path: Path)
     for wrong in ("no_such_package.Logger", "json.JSONDecoder"):
         one_sentence(run(*options, f"logger._target_={wrong}", "out_dir=other"), "logger")
         assert not (tmp_path / "other").exists()
+    one_sentence(run(*options, "logger._target_=lightning.pytorch.loggers.CSVLogger", "logger.arguments=save_dir=own",
+                     "logger.arguments=prefix", "out_dir=other"), "NAME=VALUE")

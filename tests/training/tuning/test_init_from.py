@@ -145,6 +145,7 @@ def test_a_released_model_gives_its_tokenizer_template_and_length(tmp_path: Path
     (("init_from=own.ckpt", "model.n_embd=24"), "model.n_embd"),
     *(pytest.param(*more, marks=pytest.mark.thorough) for more in (
         (("init_from=own.ckpt", "data.tokenizer=bpe"), "data.tokenizer"),
+        (("init_from=own.ckpt", "data.vocab_size=300"), "data.vocab_size"),
         (("init_from=own.ckpt", "model=small"), "model.")))])
 def test_what_does_not_fit_is_refused(run: Run, tmp_path: Path, tokenizer: JsonTokenizer, arguments: tuple[str, ...],
                                       part: str) -> None:
