@@ -44,6 +44,7 @@ if TYPE_CHECKING:                        # these modules import PyTorch
 def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _data_and_output_paths(config)
     from rwkv import evaluation
+    from rwkv.data.sources.jsonl import begins_with_object
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
     from rwkv.tools._scored_texts import holds_answers, read_answers, read_last_words
 
@@ -65,6 +66,9 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
         score = evaluate("last_word", words, config, opened.model())
     else:
         tokens, lost = evaluation.count_tokens(tokenizer, path)
+        if begins_with_object(path):
+            print(f"WARNING: {path} is JSON, and is evaluated as plain text, with its keys and escapes. Only a file named "
+                  "FILE.jsonl is evaluated by the texts or conversations on its lines", file=sys.stderr)
         _warn_lost(lost, "the text")
         score = evaluate_text(path, tokenizer, start, config.chunk_len, tokens, lost, opened.model())
     result = {"data": str(path), "checkpoint": str(opened.checkpoint.path), "tokenizer": tokenizer.kind,

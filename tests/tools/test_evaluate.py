@@ -43,6 +43,7 @@ def words_model() -> RWKV:
 def checkpoint(tmp_path: Path) -> None:
     """Writes a checkpoint and a text for `run`, which starts programs in tmp_path."""
     small_model("conv1d", SPACED.vocab_size).save_pretrained(tmp_path / "model.ckpt", SPACED)
+    small_model("conv1d", 256).save_pretrained(tmp_path / "bytes.ckpt", ByteTokenizer())
     (tmp_path / "text.txt").write_text("ab ba aabb " * 9)
 
 
@@ -80,6 +81,13 @@ def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tok
     assert sum(tokens for tokens, _ in scores) == evaluation.count_tokens(tokenizer, path)[0] == len(expected)
     assert max(tokens for tokens, _ in scores) <= chunk_len
     assert sum(more for _, more in scores) == pytest.approx(sum(expected), rel=1e-5)
+
+
+def test_json_that_is_evaluated_as_plain_text_is_announced(run: Run) -> None:
+    Path("talks.json").write_text('[\n {"messages": []}]')
+    for data, announced in (("talks.json", True), ("text.txt", False)):
+        status, _, error = run("evaluate", "checkpoint=bytes.ckpt", "kernel=conv1d", f"data.path={data}")
+        assert (status, f"WARNING: {data} is JSON" in error) == (0, announced)
 
 
 def test_what_stands_before_a_text_is_not_predicted(model: RWKV, tmp_path: Path) -> None:

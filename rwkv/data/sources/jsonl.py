@@ -5,6 +5,7 @@ data.field sets a different key. A file may also be one JSON list of such object
 
 import codecs
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ PATH = "a .jsonl, .jsonl.gz or .jsonl.zst file, a folder of them, or a pattern"
 LOCAL = True
 ENDINGS = (".jsonl", *(f".jsonl{ending}" for ending in COMPRESSED))
 BLOCK = 1 << 16                          # this many bytes of a file are enough to tell whether it is a JSON list
+OBJECTS = re.compile(rb'\s*(?:\[\s*)?\{\s*"')          # begins a JSON object, or a list of objects
 OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4": "a zip archive",
                b"BZh": "compressed with bzip2", b"\xfd7zXZ": "compressed with xz",
                b"\x28\xb5\x2f\xfd": "compressed with zstandard, and its name does not end in .zst",
@@ -81,6 +83,11 @@ def is_list(path: Path) -> bool:
         raise UserError(f"data.path={path} is {kind}, but must contain JSON lines or one JSON list, either uncompressed or in "
                         "a .gz or .zst file. The method to_json of `datasets` and pandas writes JSON lines")
     return beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def begins_with_object(path: Path) -> bool:
+    """Returns True if a file begins with a JSON object or a list of objects, as files of texts or of conversations do."""
+    return OBJECTS.match(_read_beginning(path).removeprefix(codecs.BOM_UTF8)) is not None
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:

@@ -4,6 +4,7 @@ With data.separator, a file contains several documents, and validation gets some
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rwkv.config import DataConfig
@@ -11,6 +12,7 @@ from rwkv.data.documents.copies import place_in_order, split_documents
 from rwkv.data.documents.separators import separate
 from rwkv.data.documents.source import Document, Source, rank, validation_begins
 from rwkv.data.files import Content, contents, find_files, names_and_hashes
+from rwkv.data.sources.jsonl import begins_with_object
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.lines import counted
@@ -18,6 +20,7 @@ from rwkv.io.utf8 import chunks
 
 PATH = "a text file in UTF-8, a folder of .txt files, or a pattern such as books/**/*.md"
 LOCAL = True
+AS_JSON = "JSON, learnt with its keys and escapes; data=jsonl and data=chat learn only the texts in it"
 
 
 def source(config: DataConfig, cache: Path) -> Source:
@@ -25,6 +28,11 @@ def source(config: DataConfig, cache: Path) -> Source:
     if not files:
         raise UserError(f"data.path={config.path} contains no text. Pass a file with text in UTF-8")
     files.sort(key=lambda pair: rank(pair[0]))
+    opened = _open(files, config, cache)
+    return replace(opened, about=f"{opened.about}; {AS_JSON}") if begins_with_object(files[0][1]) else opened
+
+
+def _open(files: list[tuple[str, Path]], config: DataConfig, cache: Path) -> Source:
     if config.separator is not None:
         return _separated_source(files, config, config.separator, cache)
     file_contents = contents([path for _, path in files], cache, text=True)

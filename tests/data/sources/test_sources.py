@@ -109,6 +109,14 @@ def test_a_byte_order_mark_is_no_text(config: DataConfig, tmp_path: Path, separa
         assert len(joined.replace("--", "")) == sum(map(len, WORDS if path is tmp_path else WORDS[:30]))
 
 
+@pytest.mark.parametrize(("content", "is_json"), [
+    ('{"text": "a"}\n{"text": "b"}\n', True), ('\ufeff[\n  {"prompt": "a"}]', True), ("[1] a note {2}", False),
+    ("{ a: b }", False), ("[[{ ... }]]", False)])
+def test_json_that_is_read_as_plain_text_is_announced(config: DataConfig, content: str, is_json: bool) -> None:
+    Path(str(config.path)).write_text(content, encoding="utf-8")
+    assert ("data=jsonl" in open_source(config, Path(config.cache_dir)).about) == is_json
+
+
 @pytest.mark.parametrize("path", ["", "books/**/*.txt", "books"])
 def test_several_files_are_documents(config: DataConfig, tmp_path: Path, path: str) -> None:
     for number, words in enumerate(WORDS):
