@@ -36,7 +36,7 @@ def source(config: DataConfig, cache: Path) -> Source:
     if not len(dataset):
         raise UserError(f"data.path={config.path} has no rows")
     if config.field not in texts:
-        raise _no_column(config, texts)
+        raise _no_column(config, texts, dataset.features.get(config.field))
 
     def documents() -> Iterator[Any]:
         return split_documents(between_separators(_texts(dataset, config), config), config.val_fraction, str(config.path))
@@ -97,8 +97,10 @@ def reason(error: Exception) -> str:
     return "the files have different columns" if first == "Couldn't cast" else first
 
 
-def _no_column(config: DataConfig, columns: list[str]) -> UserError:
-    return UserError(f"data.path={config.path} has no string column {config.field!r}, but has the columns "
+def _no_column(config: DataConfig, columns: list[str], actual: object = None) -> UserError:
+    """Returns the error for a missing column, or for a column of the type `actual`. `columns` are those with strings."""
+    other = "" if actual is None else f" (its type is {str(actual)[:60]})"
+    return UserError(f"data.path={config.path} has no string column {config.field!r}{other}, but has the columns "
                      f"{', '.join(columns) or '(none)'}. Choose a column with data.field=NAME")
 
 
@@ -120,9 +122,13 @@ def _is_saved(path: str) -> bool:
 def _load_arguments(config: DataConfig) -> tuple[str, JsonObject]:
     """Returns the arguments for load_dataset: a file format and the files, or the name of a folder or dataset.
 
-    Only the text column of local Parquet files is read, because their other columns may differ.
+    Only the text column of local Parquet files is read, because their other columns may differ. Raises UserError for a path
+    that load_dataset would take for a pattern, or a file for the name of a dataset on the Hub.
     """
     path, split = str(config.path), config.split
+    if Path(path).is_dir() and glob.has_magic(str(Path(path).resolve())):
+        raise UserError(f"data.path={path} must not contain *, ? or [, in which the library `datasets` finds no files of a "
+                        "folder. Rename the folder, or use data=jsonl for JSON lines")
     local = [file for _, file in local_files(path)]
     suffixes = {file.suffix for file in local}
     options: JsonObject = {}
@@ -131,10 +137,13 @@ def _load_arguments(config: DataConfig) -> tuple[str, JsonObject]:
     elif len(suffixes) == 1 and suffixes <= SEPARATORS.keys():
         options = _text_options(local, SEPARATORS[suffixes.pop()])
     suffix = Path(path).suffix
+    if suffix not in FORMATS and (Path(path).is_file() or glob.has_magic(path)):
+        raise UserError(f"data.path={path} must be {PATH}")
     if suffix not in FORMATS or Path(path).is_dir():
         return path, options
     is_pattern = glob.has_magic(path) and not Path(path).exists()
-    files = sorted((str(file) for _, file in find_files(path, ())), key=natural_key) if is_pattern else [path]
+    files = sorted((str(file.absolute()) for _, file in find_files(path, ())), key=natural_key) if is_pattern else \
+        [str(Path(path).absolute()) if Path(path).is_file() else path]     # the library would not escape the current folder
     name = re.split(r"[\[+]", split)[0].strip()
     return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options}
 

@@ -326,6 +326,26 @@ def test_folders_and_patterns_of_parquet(config: DataConfig, tmp_path: Path, pat
     refuses(of_kind(config, "hf", tmp_path / path), "part-3.parquet", "body")
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
+@pytest.mark.filterwarnings("ignore")                    # the library's own
+def test_what_the_library_cannot_find_is_named(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes a file that it cannot read for a name on the Hub, and the path of a folder for a pattern."""
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    folder = tmp_path / "rows [1]"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    datasets.Dataset.from_dict({"text": WORDS, "words": [words.split() for words in WORDS]}).to_json("rows.json")
+    assert sorted(document for split in texts(of_kind(config, "hf", Path("rows.json"))) for document in split) == sorted(WORDS)
+    refuses(of_kind(config, "hf", folder), "must not contain")
+    refuses(of_kind(config, "hf", Path("rows.json"), field="words"), "no string column 'words' (its type is ", "text")
+    Path("rows.csv.gz").write_bytes(gzip.compress(b"text\n"))
+    for path in ("rows.csv.gz", "*.gz"):
+        refuses(of_kind(config, "hf", Path(path)), path, "a .parquet, .arrow")
+
+
 def test_the_error_without_the_library_names_the_package(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     refuses(of_kind(config, "hf", Path("somewhere")), "pip install")
