@@ -25,6 +25,7 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tools._lm_eval_options import engine_options, seeds_of
 
+MODEL_ARGS = "checkpoint, tokenizer, end_of_text, kernel, dtype and chunk_len"
 Pair = tuple[object, list[int], list[int]]  # (texts, context ids, continuation ids)
 
 
@@ -36,14 +37,16 @@ class Timemix(TemplateLM):
 
     def __init__(self, checkpoint: str = "runs/latest", tokenizer: str | None = None, kernel: str = "auto",
                  dtype: str = "float32", chunk_len: int = 512, batch_size: int | str | None = None, device: str | None = None,
-                 max_batch_size: int | None = None, end_of_text: str | None = None) -> None:
+                 max_batch_size: int | None = None, end_of_text: str | None = None, **unknown: object) -> None:
         super().__init__()
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if unknown:
+            raise UserError(f"--model_args has the unknown name {next(iter(unknown))}; the names are {MODEL_ARGS}")
+        self._device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         checkpoint = from_home(checkpoint)
         self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer and from_home(tokenizer), end_of_text)
         self._model = RWKV.from_pretrained(checkpoint, kernel, str(self._device), dtype)
-        self._chunk_len = int(chunk_len)
-        self._rows = _rows(batch_size)
+        self._chunk_len = _positive("chunk_len in --model_args", chunk_len)
+        self._rows = _positive("--batch_size", batch_size or 1)
 
     @property
     def eot_token_id(self) -> int:
@@ -52,6 +55,10 @@ class Timemix(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         return self._tokenizer.hash
+
+    def apply_chat_template(self, chat_history: object, add_generation_prompt: bool = True) -> str:
+        raise UserError("--apply_chat_template requires a chat template, but the model timemix reads texts as the task writes "
+                        "them: omit the option, or start serve.py and use --model local-chat-completions")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         return self._tokenizer.encode(string)
@@ -125,11 +132,18 @@ def register() -> None:
     register_model("timemix")(Timemix)
 
 
-def _rows(batch_size: int | str | None) -> int:
-    text = str(batch_size or 1)
-    if not text.isdigit() or int(text) < 1:
-        raise UserError(f"--batch_size must be a positive whole number; got {text}")
+def _positive(name: str, value: int | str) -> int:
+    text = str(value)
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{name} must be a positive whole number; got {text}")
     return int(text)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device must be a device of PyTorch, such as cpu or cuda; got {name}") from None
 
 
 def _results(nats: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[float, bool]]:

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from rwkv.errors import UserError
 from rwkv.evaluation import EvaluatedSequence, score_batch, score_endings
-from rwkv.tokenizer.tokenizers import JsonTokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 from rwkv.tools._lm_eval_options import engine_options, seeds_of
 from rwkv.tools.lm_eval import command_line
 
@@ -155,6 +155,22 @@ def numbers(value: Any) -> list[Any]:
         return [float(value)]
     except ValueError:
         return [value]
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"lora": "x"}, "unknown name lora; the names are checkpoint"), ({"pretrained": "x"}, "unknown name pretrained"),
+    ({"chunk_len": "many"}, "chunk_len .* got many"), ({"chunk_len": 0}, "chunk_len .* got 0"),
+    ({"batch_size": "auto"}, "--batch_size .* got auto"), ({"device": "gpu0"}, "--device .* got gpu0")])
+def test_a_wrong_argument_of_the_model_is_a_sentence(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="no lm_eval here: pip install -e '.[lm-eval]'")
+    from rwkv.tools._harness import Timemix
+
+    small_model(vocab_size=256).save_pretrained(tmp_path / "model.safetensors", ByteTokenizer())
+    arguments = {"checkpoint": str(tmp_path / "model.safetensors"), "device": "cpu"}
+    with pytest.raises(UserError, match=words):
+        Timemix(**arguments | options)
+    with pytest.raises(UserError, match="--apply_chat_template"):
+        Timemix(**arguments).apply_chat_template([])
 
 
 @pytest.mark.soak
