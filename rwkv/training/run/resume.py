@@ -161,7 +161,8 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
         if old != new and (is_fixed(key) or moves_position):
             saved_value = "null" if old is None else old
             raise UserError(f"the run in {out_dir} began with {key}={saved_value}, which cannot change. To resume the run, "
-                            f"omit {key}= and any group (such as model=) that sets {key}. To change {key}, start a new run")
+                            f"omit {key}= and any group (such as model=) that sets {key}. To change {key}, start a new run in "
+                            "another out_dir=")
         if key == "trainer.precision" and new in (None, AUTO):
             continue                     # the run keeps its saved precision
         group, _, name = key.rpartition(".")
