@@ -37,7 +37,7 @@ from rwkv.data.sources.chat import Conversation, conversations, template_of
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
-from rwkv.io.cache import read_json, sha256, write, write_bytes, write_json
+from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.model.loss import IGNORED
@@ -128,7 +128,10 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, 
 
 
 def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -> JsonObject:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(cannot_write(folder, error)) from None
     counter = LossCounter(tokenizer)
     dtype = dtype_of(tokenizer)
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}

@@ -39,8 +39,8 @@ def corpus(folder: Path, lines: list[Any], **options: Any) -> Corpus:
 
 
 def read(path: Path, folder: Path, **options: Any) -> Corpus:
-    options = {"tokenizer": "byte", "val_fraction": 0.2, **options}
-    return prepare(DataConfig(name="chat", path=str(path), cache_dir=str(folder / "cache"), **options), 64)
+    options = {"tokenizer": "byte", "val_fraction": 0.2, "cache_dir": str(folder / "cache"), **options}
+    return prepare(DataConfig(name="chat", path=str(path), **options), 64)
 
 
 @pytest.fixture
@@ -287,6 +287,12 @@ def test_the_cache_is_read_again_and_a_damaged_one_made_anew(tmp_path: Path) -> 
     assert ids.stat().st_mtime_ns == written_at
     ids.write_bytes(b"")
     assert corpus(tmp_path, lines).train[:].tolist() == first
+
+
+def test_a_cache_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*data\.cache_dir must be a writable folder"):
+        corpus(tmp_path, [{"messages": messages(*talk)} for talk in TALKS], cache_dir=str(tmp_path / "file" / "cache"))
 
 
 def test_what_the_tokenizer_loses_is_counted_and_bits_of_lost_answers_are_withheld(tmp_path: Path) -> None:
