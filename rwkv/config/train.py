@@ -226,10 +226,10 @@ class LoggerConfig:
     _target_: str | None = option(None, "class of a Lightning logger to use in addition to metrics.csv; example: "
                                   "configs/logger/mlflow.yaml")
     arguments: list[str] = option(list, "NAME=VALUE for the constructor of _target_; repeatable", needs=("logger._target_",))
-    project: str | None = option(None, "project (MLflow: experiment); null: WANDB_PROJECT or the tracker's own setting, else "
-                                 "timemix", filled=True)
-    group: str | None = option(None, "run group; null: WANDB_RUN_GROUP, else the sweep's folder")
-    run_name: str | None = option(None, "run name; null: WANDB_NAME, else the kernel and out_dir")
+    project: str | None = option(None, "project (wandb, trackio) or experiment (mlflow); null: WANDB_PROJECT or the tracker's "
+                                 "own setting, else timemix", filled=True)
+    group: str | None = option(None, "run group (wandb, mlflow, trackio); null: WANDB_RUN_GROUP, else the sweep's folder")
+    run_name: str | None = option(None, "run name (wandb, mlflow, trackio); null: WANDB_NAME, else the kernel and out_dir")
     published_losses: list[float] = option(list, "mean training losses of a published run, one for each published_steps "
                                            "steps; the report compares them with this run's losses")
     published_steps: int = option(0, "number of steps over which each of published_losses is a mean", least=0)
