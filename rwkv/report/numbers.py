@@ -16,6 +16,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from rwkv.config import TrainConfig
+from rwkv.config import options as options_of
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.report.run_files import Curve, Run
@@ -23,6 +25,7 @@ from rwkv.report.run_files import Curve, Run
 REFERENCES = ("reference", "formula")    # kernels that define their operator, in order of preference
 EARLY = 20                               # the number of first steps in which rounding hardly separates equivalent kernels
 MAY_DIFFER = ("kernel.name", "seed", "out_dir", "resume", "logger.run_name")
+OPTIONS = options_of(TrainConfig)
 WHEN = ("start", "end")
 REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # metrics of pairs: train/..., val/...
 Numbers = dict[str, float]               # by column of report.csv, without quantities that were not measured
@@ -98,7 +101,8 @@ def compare(runs: list[Run], reference: str | None = None) -> Comparison:
     labels = {}
     for run in runs:
         config = flatten(run.config)
-        labels[run.name] = ", ".join([run.kernel, *(f"{key}={config[key]}" for key in options if key in config)])
+        labels[run.name] = ", ".join([run.kernel, *(f"{key}={config[key]}" for key in options
+                                                    if key in config and _has_effect(config, key))])
     reference = _reference(runs, reference)
     differences = {run.name: _difference(run, runs, labels, reference) for run in runs}
     kernels = [Kernel(label, [run for run in runs if labels[run.name] == label], [])
@@ -200,17 +204,27 @@ def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: st
 def differing_settings(settings: Mapping[str, JsonObject], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     """Returns the settings that differ between runs, each with the names of the runs that have each value.
 
-    `settings` has the settings of each run, by the run's name.
+    `settings` has the settings of each run, by the run's name. Runs in which an option has no effect are not listed under it.
     """
     keys = dict.fromkeys(key for options in settings.values() for key in options if key not in ignored)
     result: dict[str, dict[str, list[str]]] = {}
     for key in keys:
         values: dict[str, list[str]] = {}
         for name, options in settings.items():
-            values.setdefault(str(options.get(key, "(none)")), []).append(name)
+            if _has_effect(options, key):
+                values.setdefault(str(options.get(key, "(none)")), []).append(name)
         if len(values) > 1:
             result[key] = values
     return result
+
+
+def _has_effect(config: JsonObject, key: str) -> bool:
+    """Returns True unless the option `key` requires another option, by dotted key in `config`, to have another value."""
+    needs = OPTIONS[key].metadata["needs"] if key in OPTIONS else ()
+    if not needs or needs[0] not in config:
+        return True
+    required, *allowed = needs
+    return config[required] in allowed if allowed else config[required] is not None
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> JsonObject:

@@ -507,6 +507,20 @@ def test_throughput_is_compared_with_the_reference_of_the_same_other_options(tmp
         assert f"<td>{speed}</td><td>{ratio}</td>" in row
 
 
+def test_an_option_differs_only_between_runs_in_which_it_has_an_effect() -> None:
+    """The runs with adamw have the default of an option that only muon uses."""
+    def compared(*optims: tuple[str, float]) -> tuple[list[str], list[str]]:
+        runs = [Run(str(number), "conv1d", 0, config={"optim": {"name": name, "matrix_lr": rate}})
+                for number, (name, rate) in enumerate(optims)]
+        comparison = compare(runs)
+        return [*comparison.options], [kernel.label for kernel in comparison.kernels]
+
+    assert compared(("adamw", 0.02), ("muon", 0.1)) == (["optim.name"], ["conv1d, optim.name=adamw", "conv1d, optim.name=muon"])
+    assert compared(("adamw", 0.02), ("muon", 0.1), ("muon", 0.2)) == (
+        ["optim.name", "optim.matrix_lr"], ["conv1d, optim.name=adamw", "conv1d, optim.name=muon, optim.matrix_lr=0.1",
+                                            "conv1d, optim.name=muon, optim.matrix_lr=0.2"])
+
+
 def test_mean_losses_stand_beside_a_published_run(tmp_path: Path) -> None:
     """The comparison ends with the run's steps, and a value that is no list of losses is ignored."""
     published = {"published_losses": [3.25, 1.0, 0.5], "published_steps": 2}
