@@ -174,7 +174,7 @@ def test_a_state_is_trained_on_from_another(folder: Path, run: Run) -> None:
     assert status == 0, error
     common = (*OPTIONS, "trainer.max_steps=3", "init_from=base7.safetensors")
     one_sentence(run("train", *common, "tune=lora", "tune.state=begin.st"), "tune.state")
-    one_sentence(run("train", *common, "tune=state", f"tune.state={out / 'state.safetensors'}"), "time_state.pth", "tune.state=")
+    one_sentence(run("train", *common, "tune=state", f"tune.state={out}/state.safetensors"), "time_state.pth", "tune.state=")
     one_sentence(run("train", *common, "tune=state", "tune.state=begin.pth"), "begin.pth")
     one_sentence(run("train", *OPTIONS, "trainer.max_steps=3", "init_from=both.pth", "data.tokenizer=byte"), "tune=state")
     one_sentence(run("train", *OPTIONS, "trainer.max_steps=3", "tune=state", "init_from=begin.st"), "tune.state=", "init_from=")
