@@ -171,4 +171,5 @@ def _no_files_message(path: str, endings: Sequence[str]) -> str:
                 f"data.path={path.rstrip('/')}/**/*.ending")
     if Path(path).exists():
         return f"data.path={path} must be a file or a folder, not a pipe or a device, because the program reads it repeatedly"
-    return f"no file matches data.path={path}"
+    bracket = ". In a pattern, write [[] for the character [" if "[" in path else ""
+    return f"no file matches data.path={path}{bracket}"

@@ -131,6 +131,15 @@ def test_several_files_are_documents(config: DataConfig, tmp_path: Path, path: s
     assert {text.split()[1] for text in val} != {str(number) for number in range(len(val))}
 
 
+def test_a_bracket_in_a_pattern_is_written_as_a_class(config: DataConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "books [1]"
+    folder.mkdir()
+    for number in range(9):
+        (folder / f"{number}.md").write_text(f"text {number}")
+    refuses(of_kind(config, "text", folder / "*.md"), "write [[] for")
+    assert len(find_files(str(tmp_path / "books [[]1]" / "*.md"), ())) == 9
+
+
 @pytest.mark.parametrize("pattern", ["", "**/*.txt", "**/**/*.txt", "**"])
 def test_links_read_no_file_twice(config: DataConfig, tmp_path: Path, pattern: str) -> None:
     """Links to the folder itself, or to a folder or a file in it, are left out; a link that leads elsewhere is followed."""
