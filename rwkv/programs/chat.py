@@ -26,6 +26,7 @@ Thoughts are dim in a terminal, and between <think> and </think> elsewhere.
 """
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -44,6 +45,7 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, escape_controls, wrap_text
+from rwkv.io.signals import Signalled, StopRequest
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import SAMPLING_OPTIONS, SamplingChoice, preset
 
@@ -138,15 +140,13 @@ class Terminal:
             return True
         except UserError as error:
             _say(f"error: {error}")
+        except Signalled:                # only Ctrl-C is for the turn; another signal is for the program
+            raise
         except KeyboardInterrupt:        # Ctrl-C during prefill
             _say("the turn was stopped and discarded")
         return False
 
     def _stream_answer(self, pieces: Iterator[str]) -> None:
-        import signal
-
-        from rwkv.io.signals import StopRequest
-
         with StopRequest((signal.SIGINT,), every_signal=True) as stop:
             answer = _Answer(self.talk.template, self.talk.think)
             is_empty = True
@@ -295,6 +295,8 @@ def _typed_turns() -> Iterator[str]:
     while True:
         try:
             yield session.prompt("> ").strip()
+        except Signalled:
+            raise
         except KeyboardInterrupt:        # Ctrl-C only clears the line
             continue
         except EOFError:

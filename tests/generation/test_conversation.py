@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import signal
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from models import each_generation, following, small_model, writing
@@ -22,7 +24,8 @@ from rwkv.generation.engine import Engine, generate
 from rwkv.generation.request import Request
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.broken_pipe import abandon
-from rwkv.programs.chat import Terminal
+from rwkv.io.signals import Signalled
+from rwkv.programs.chat import Terminal, _typed_turns
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 
 TURNS = ("Hi", "Who are you?", "And then?")
@@ -164,6 +167,26 @@ def test_ctrl_c_while_a_turn_is_read_takes_it_back(capsys: pytest.CaptureFixture
         terminal.turn(text)
         assert "stopped" in capsys.readouterr().err
         assert chat.messages == before
+
+
+def test_a_signal_that_is_not_ctrl_c_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM ends a chat while a turn is read, while an answer is generated, and at the prompt."""
+    def terminated(*args: object, **named: object) -> None:
+        raise Signalled(signal.SIGTERM)
+
+    chat = talk()
+    hook = chat.model.emb.register_forward_hook(terminated)
+    with pytest.raises(Signalled):
+        Terminal(chat).turn(TURNS[0])
+    hook.remove()
+    assert not chat.messages
+    monkeypatch.setattr(Engine, "step", terminated)
+    with pytest.raises(Signalled):
+        Terminal(chat).turn(TURNS[0])
+    prompt_toolkit = pytest.importorskip("prompt_toolkit")
+    monkeypatch.setattr(prompt_toolkit, "PromptSession", lambda **options: SimpleNamespace(prompt=terminated))
+    with pytest.raises(Signalled):
+        next(_typed_turns())
 
 
 @pytest.mark.parametrize("change", [Chat.undo, Chat.retry])
