@@ -16,6 +16,7 @@ detected, but a change to a few elements may be missed. So write `with torch.no_
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import Lock
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -115,23 +116,25 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 class CachedFromWeights:
     """Caches a value computed from a model's weights until the weights change, without keeping the weights in memory.
 
-    A copied or pickled model starts with an empty cache.
+    Threads may share the model. A copied or pickled model starts with an empty cache.
     """
 
     def __init__(self) -> None:
         self._value: object = None
         self._signature: list[object] = []
+        self._lock = Lock()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return CachedFromWeights, ()
 
     def of(self, model: Watched, compute: Callable[[Watched], Value]) -> Value:
         """Returns compute(model), cached until a change of the model is detected (see the top of this file)."""
-        if self._value is None or _signature(model) != self._signature:
-            self._value = None                           # frees the old value's memory before more is allocated
-            self._value = compute(model)
-            self._signature = _signature(model)
-        return cast(Value, self._value)
+        with self._lock:
+            if self._value is None or _signature(model) != self._signature:
+                self._value = None                       # frees the old value's memory before more is allocated
+                self._value = compute(model)
+                self._signature = _signature(model)
+            return cast(Value, self._value)
 
 
 def _signature(model: nn.Module) -> list[object]:

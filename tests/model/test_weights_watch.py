@@ -2,7 +2,9 @@
 
 import copy
 import pickle
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model import weights_watch
 from rwkv.model.decoding.c_step import step_of
-from rwkv.model.weights_watch import exact_copies
+from rwkv.model.weights_watch import CachedFromWeights, exact_copies
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -190,3 +192,16 @@ def test_there_are_none_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -
     model = frozen()
     monkeypatch.setattr(weights_watch, "available_memory", lambda: 1000)
     assert exact_copies(matrices(model)) is None
+
+
+def test_threads_that_share_a_model_compute_a_value_once() -> None:
+    model, cache, computed = frozen(), CachedFromWeights(), []
+
+    def compute(model: RWKV) -> object:
+        time.sleep(0.02)                 # lets the other threads run
+        computed.append(object())
+        return computed[-1]
+
+    with ThreadPoolExecutor(8) as pool:
+        values = list(pool.map(lambda _: cache.of(model, compute), range(8)))
+    assert values == computed * 8
