@@ -234,7 +234,7 @@ class Model(nn.Module):
         super().__init__()
         require_own_options(config)
         one_thread_in_forks()
-        self.config, self.vocab_size, self.operator = config, vocab_size, operator
+        self.config, self.operator = config, operator
         self.fingerprint_before: str | None = None       # the fingerprint before quantising or merging
         self.decoding_step = CachedFromWeights()         # the cached CStep or GpuStep
         self.returns_free_memory = False                 # true if training returns free memory after each block
@@ -262,6 +262,11 @@ class Model(nn.Module):
     @property
     def generation(self) -> Generation:
         return generation(self.config)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens: the rows of the embedding, which a user may replace together with the head."""
+        return len(self.emb.weight)
 
     def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Returns the head's input (B,T,C) and the state after the last token."""

@@ -18,7 +18,7 @@ from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.decoding.c_step import decoding_line, why_not
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
 BYTES = ByteTokenizer()
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
@@ -133,6 +133,19 @@ def test_other_sizes_layers_and_operators(change: Change, generation: str) -> No
     model = frozen(generation)
     change(model)
     assert_decodes(model)
+
+
+@each_generation
+@torch.no_grad()
+def test_a_replaced_embedding_and_head_have_another_vocabulary(generation: str) -> None:
+    model = frozen(generation)
+    model.emb = nn.Embedding(300, 64)
+    model.head = nn.Linear(64, 300, bias=False)
+    tokenizer = CharTokenizer(map(chr, range(1, 300)))
+    assert model.vocab_size == tokenizer.vocab_size == 300
+    assert_decodes(model.requires_grad_(False))
+    assert why_not(model) is None or native.why_not()
+    assert len(generate_batch(model, tokenizer, ["\u0120"], max_new_tokens=4, banned=[0])[0].tokens) == 4
 
 
 def on_meta(model: RWKV) -> None:
