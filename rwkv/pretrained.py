@@ -1,9 +1,11 @@
 """The public class RWKV, a Model with from_pretrained and save_pretrained, and the functions that open a checkpoint."""
 
+import math
 import shlex
 import sys
 import warnings
 from dataclasses import asdict, replace
+from numbers import Real
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -33,7 +35,7 @@ from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
 from rwkv.checkpoint.tuned import surviving_fraction
-from rwkv.config import BLOCKS, DTYPES, SavedModelConfig, require_path
+from rwkv.config import BLOCKS, DTYPES, SavedModelConfig, require_between, require_path, require_type
 from rwkv.errors import UserError
 from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.state_files import context_of_state, is_state_file, load_context
@@ -99,11 +101,15 @@ class RWKV(Model):
             lora_alpha: the adapter's alpha, if its file has none.
         """
         require_path("path", path)
+        require_type("kernel", kernel, str, "a string")
         require_dtype(dtype, device)
         if lora is not None:
             require_path("lora", lora)
         if lora is None and lora_alpha is not None:
             raise UserError("lora_alpha requires lora=")
+        if lora_alpha is not None:
+            require_type("lora_alpha", lora_alpha, Real, "a number")
+            require_between("lora_alpha", lora_alpha, 0, math.inf)
         if trainable and dtype not in ("float32", "bfloat16"):
             raise UserError(f"trainable=True requires dtype=float32 or dtype=bfloat16; got dtype={dtype}")
         checkpoint = _read_with_adapter(path, lora, lora_alpha)

@@ -1,5 +1,6 @@
 """Tests that the public names of rwkv/__init__.py refuse arguments of a wrong type in one sentence, before any work."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ def test_other_arguments_of_generate(name: str, value: Any) -> None:
     (lambda: RWKV.from_pretrained("model.pth", lora=3), "lora"), (lambda: MODEL.save_pretrained(None), "path"),
     (lambda: RWKV.from_pretrained("model.pth", device=None), "device"),
     (lambda: RWKV.from_pretrained("model.pth", dtype=torch.bfloat16), "dtype"),
+    (lambda: RWKV.from_pretrained("model.pth", dtype=["int8"]), "dtype"),
+    (lambda: RWKV.from_pretrained("model.pth", kernel=["auto"]), "kernel"),
+    (lambda: RWKV.from_pretrained("model.pth", kernel=None), "kernel"),
+    *((lambda alpha=alpha: RWKV.from_pretrained("model.pth", lora="a.pth", lora_alpha=alpha), "lora_alpha")
+      for alpha in ("32", [32], 0, -1.0, math.nan)),
+    (lambda: MODEL.save_pretrained("model.safetensors", dtype=["float16"]), "dtype"),
+    (lambda: MODEL.save_pretrained("model.safetensors", dtype=torch.float16), "dtype"),
     (lambda: Tokenizer.named(None), "tokenizer"), (lambda: Tokenizer.named(BYTES), "tokenizer"),
     (lambda: Tokenizer.named(Path("gpt2")), "tokenizer"), (lambda: Tokenizer.from_file(None), "file"),
     (lambda: BYTES.encode(None), "string"), (lambda: BYTES.encode_batch([["a"]]), "string"),

@@ -50,4 +50,4 @@ from rwkv.config.train import (
     TuneConfig,
     length_option,
 )
-from rwkv.config.values import require_path, require_type, strings, whole_number, whole_numbers
+from rwkv.config.values import require_between, require_path, require_type, strings, whole_number, whole_numbers
