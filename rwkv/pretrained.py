@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 import torch
 
 from kernels import matvec
+from kernels.arguments import path_of
 from kernels.machine.cpu import matrix_dtype
 from kernels.machine.memory import available_memory
 from kernels.matvec import Blocks, pack
@@ -225,7 +226,7 @@ class RWKV(Model):
         if self.origin is not None:
             origin, run = self.origin
             checkpoint = replace(checkpoint, origin=origin, run=run and {**run, "model": asdict(self.config)})
-        write_checkpoint(checkpoint, path, dtype, format)
+        write_checkpoint(checkpoint, path_of(str(path)), dtype, format)
 
 
 class OpenCheckpoint(NamedTuple):

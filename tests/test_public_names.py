@@ -1,18 +1,24 @@
-"""Tests that the public names of rwkv/__init__.py refuse arguments of a wrong type in one sentence, before any work."""
+"""Tests which arguments the public names of rwkv/__init__.py accept, and that others are refused before any work."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import small_model
+from tokenizer_files import chatml
 from torch import nn
 
 from rwkv import RWKV, Tokenizer, embed, generate, generate_batch
 from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.conversation import Chat
+from rwkv.generation.engine import Engine
+from rwkv.generation.request import Request
+from rwkv.generation.state_files import load_context, save_context
+from rwkv.generation.stopping import StoppingCriteria
 
 BYTES = Tokenizer.named("byte")
 MODEL: Any = small_model(vocab_size=256)
@@ -98,6 +104,23 @@ def test_a_tokenizer_of_another_model_is_reported() -> None:
         with pytest.warns(UserWarning, match="the tokenizer has 256 tokens, but the model has 512"):
             call()
     generate(small_model(vocab_size=BYTES.vocab_size + 255), BYTES, "a")         # some models round the size up
+
+
+def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python does not expand ~, so a file would be written into a folder named ~."""
+    monkeypatch.setenv("USERPROFILE" if sys.platform == "win32" else "HOME", str(tmp_path))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    MODEL.save_pretrained("~/models/model.safetensors", BYTES)
+    model = RWKV.from_pretrained(Path("~/models/model.safetensors"))
+    engine = Engine(model, BYTES)
+    engine.add_all([Request("a", 0, StoppingCriteria(1))])
+    engine.run()
+    save_context("~/state.safetensors", engine.context(), model, BYTES)
+    assert load_context("~/state.safetensors", model, BYTES).last_ids == engine.context().last_ids
+    (tmp_path / "tokenizer.json").write_text(chatml())
+    assert Tokenizer.named("~/tokenizer.json").hash == Tokenizer.from_file(Path("~/tokenizer.json")).hash
+    assert not [*(tmp_path / "here").iterdir()]
 
 
 def test_a_path_names_a_tokenizer() -> None:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import PurePosixPath
 
-from kernels.arguments import from_home
 from rwkv.chat.turn_templates import chat_template
 from rwkv.checkpoint.location import locate
 from rwkv.config import DRAFT_TOKENS, NGRAM, DraftedConfig, SavedModelConfig, ServeConfig
@@ -50,7 +49,7 @@ def require_adapters(config: ServeConfig) -> None:
     """Raises UserError for the first path in adapters= that does not exist."""
     for name, path in config.adapter_paths.items():
         with errors_of(f"adapters={name}=..."):
-            locate(from_home(path))
+            locate(path)
 
 
 def on_disk(config: ServeConfig) -> ServeConfig:
@@ -61,7 +60,7 @@ def on_disk(config: ServeConfig) -> ServeConfig:
     def path(name: str | None, noun: str) -> str | None:
         return name if name is None or hub.parse(name) is None else str(hub.local(name, noun))
 
-    adapters = [f"{name}={path(from_home(file), 'adapter')}" for name, file in config.adapter_paths.items()]
+    adapters = [f"{name}={path(file, 'adapter')}" for name, file in config.adapter_paths.items()]
     draft = config.draft if config.draft == NGRAM else path(config.draft, "draft")
     return replace(config, checkpoint=str(path(config.checkpoint, "checkpoint")), lora=path(config.lora, "adapter"),
                    draft=draft, tokenizer=path(config.tokenizer, "tokenizer"),

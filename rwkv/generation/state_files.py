@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from kernels.arguments import path_of
 from rwkv.config import ModelConfig, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.prefill import prefill
@@ -37,7 +38,7 @@ PARTS = ("model", "tokenizer")           # metadata keys: hashes of the model an
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
     """Writes a state file atomically. Raises OSError if the file cannot be written."""
     content = StateFormat.of(model, tokenizer).serialize(context)
-    write_file(Path(path), lambda file: file.write(content))
+    write_file(path_of(str(path)), lambda file: file.write(content))
 
 
 def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:

@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
+from kernels.arguments import path_of
 from rwkv.errors import CheckpointError
 
 EXTRA = "pip install huggingface_hub"
@@ -122,13 +123,13 @@ def parse(text: str | Path) -> Name | None:
 
 
 def local(name: str | Path, noun: str = "checkpoint") -> Path:
-    """Downloads a name on the Hub and returns its path on disk. Returns other paths unchanged, even missing ones.
+    """Downloads a name on the Hub and returns its path on disk. Returns other paths, even missing ones, with ~/ expanded.
 
     `noun` is what error messages call the file. Raises CheckpointError if the Hub has no such file, if the Hub is unreachable
     and the file is not cached, or if huggingface_hub is not installed.
     """
     download = _fetch_unless_path(name, noun)
-    return Path(name) if download is None else download.path
+    return path_of(str(name)) if download is None else download.path
 
 
 def fetch(name: str | Path, noun: str = "checkpoint") -> Download:

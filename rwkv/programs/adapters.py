@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from kernels.arguments import from_home
 from kernels.machine.hardware import free_bytes
 from rwkv.checkpoint import time_states
 from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
@@ -79,7 +78,7 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
     identity = base.fingerprint or fingerprint(generation(base.config), base.weights)
     state_format = StateFormat(generation(base.config).with_default_widths(base.config), base.vocab_size, identity,
                                opened.tokenizer, opened.device)
-    adapters = [_read(name, from_home(path), opened, state_format, config) for name, path in config.adapter_paths.items()]
+    adapters = [_read(name, path, opened, state_format, config) for name, path in config.adapter_paths.items()]
     n_merged = sum(adapter.merged is not None for adapter in adapters)
     if n_merged:
         require_room(opened.nbytes(), n_merged, free_bytes(opened.device))

@@ -22,6 +22,7 @@ from types import MappingProxyType
 
 import tokenizers
 
+from kernels.arguments import path_of
 from rwkv.config import require_path, require_type
 from rwkv.errors import UserError
 from rwkv.io import hub
@@ -211,8 +212,9 @@ class Tokenizer(ABC):
         `end_of_text` and `like` are as in `named`, and `option` is the name of `end_of_text` in error messages.
         """
         require_path("the tokenizer's file", path)
-        text = read_text(Path(path), _file_label(path))
-        if Path(path).suffix == ".txt":
+        path = path_of(str(path))
+        text = read_text(path, _file_label(path))
+        if path.suffix == ".txt":
             return _reject_option(WorldTokenizer(text, str(path)), end_of_text, option)
         if (vocabulary := world_json.vocabulary_in(text)) is not None:
             return _reject_option(WorldTokenizer(vocabulary, str(path)), end_of_text, option)

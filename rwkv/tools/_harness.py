@@ -16,7 +16,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
-from kernels.arguments import from_home
 from rwkv.checkpoint.files import read_checkpoint, tokenizer_of
 from rwkv.errors import UserError
 from rwkv.evaluation import EvaluatedSequence, score_batch, score_endings
@@ -42,8 +41,7 @@ class Timemix(TemplateLM):
         if unknown:
             raise UserError(f"--model_args has the unknown name {next(iter(unknown))}; the names are {MODEL_ARGS}")
         self._device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        checkpoint = from_home(checkpoint)
-        self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer and from_home(tokenizer), end_of_text)
+        self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer, end_of_text)
         self._model = RWKV.from_pretrained(checkpoint, kernel, str(self._device), dtype)
         self._chunk_len = _positive("chunk_len in --model_args", chunk_len)
         self._rows = _positive("--batch_size", batch_size or 1)
