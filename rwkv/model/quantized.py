@@ -46,10 +46,10 @@ def matvec_for(format: str) -> MatVec:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer without a bias, with an int8 weight: x (...,K) float32 -> (...,N) float32.
+    """A linear layer without a bias, with an int8 weight: x (...,K) -> (...,N) in the dtype of x, or float32 under autocast.
 
-    The C kernel reads the weight in place, row-major, or by input if no input is negative. FBGEMM is up to a tenth faster with
-    many rows, but needs a copy in its own layout.
+    Products are in float32. The C kernel reads the weight in place, row-major, or by input if no input is negative. FBGEMM is up to
+    a tenth faster with many rows, but needs a copy in its own layout.
 
     Args:
         weight (N,K): a floating-point or packed weight.
@@ -84,12 +84,16 @@ class Int8Linear(nn.Module):
         return {name: value for name, value in vars(self).items() if name != "_c_product"}
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(self, x.float())
+        product = _product(self, x.float())
+        return product if torch.is_autocast_enabled("cpu") else product.to(x.dtype)
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        """Computes `forward` for rows (B,K) float32, without gradients."""
+        """Computes `forward` for rows (B,K), without gradients."""
+        return self._product_of_floats(rows.float()).to(rows.dtype)
+
+    def _product_of_floats(self, rows: Tensor) -> Tensor:
         if self._in_c:
-            return self._c_product(rows.float().contiguous())
+            return self._c_product(rows.contiguous())
         if not self._by_fbgemm:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
         largest = self.rounding.largest(rows)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import each_generation, small_model
+from models import each_generation, in_format, small_model
 from torch import nn
 
 from kernels import native
@@ -146,6 +146,19 @@ def test_a_replaced_embedding_and_head_have_another_vocabulary(generation: str) 
     assert_decodes(model.requires_grad_(False))
     assert why_not(model) is None or native.why_not()
     assert len(generate_batch(model, tokenizer, ["\u0120"], max_new_tokens=4, banned=[0])[0].tokens) == 4
+
+
+@each_generation
+@pytest.mark.parametrize("format", ["int8", "int4", "q8_0"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_a_quantised_model_computes_in_the_dtype_of_its_other_weights(dtype: torch.dtype, format: str, generation: str) -> None:
+    model, tokens = in_format(frozen(generation), format), torch.tensor([[5, 70, 2, 9]])
+    before = model(tokens)[0]
+    logits = model.to(dtype)(tokens)[0]
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits.float(), before, rtol=0, atol=0.3 * float(before.std()))
+    assert len(generate_batch(model, BYTES, ["a"], max_new_tokens=4, banned=[0])[0].tokens) == 4
 
 
 def on_meta(model: RWKV) -> None:
