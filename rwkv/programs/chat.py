@@ -286,12 +286,14 @@ def _typed_turns() -> Iterator[str]:
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.key_binding import KeyBindings
+        from prompt_toolkit.output import create_output
     except ImportError:
         raise UserError("a chat in a terminal requires prompt_toolkit: run pip install prompt_toolkit, or send the turns "
                         "through standard input") from None
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
-    session: Any = PromptSession(key_bindings=keys)
+    # If answers go to a file or a pipe, the prompt is shown on standard error
+    session: Any = PromptSession(key_bindings=keys, output=create_output(always_prefer_tty=True))
     while True:
         try:
             yield session.prompt("> ").strip()

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
@@ -187,6 +188,23 @@ def test_a_signal_that_is_not_ctrl_c_ends_the_program(monkeypatch: pytest.Monkey
     monkeypatch.setattr(prompt_toolkit, "PromptSession", lambda **options: SimpleNamespace(prompt=terminated))
     with pytest.raises(Signalled):
         next(_typed_turns())
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
+def test_the_prompt_is_on_the_terminal_where_answers_go_to_a_file(monkeypatch: pytest.MonkeyPatch,
+                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    input_ = pytest.importorskip("prompt_toolkit.input")
+    application = pytest.importorskip("prompt_toolkit.application")
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")     # the terminal answers no requests
+    reader, writer = os.openpty()
+    with open(writer, "w") as terminal, input_.create_pipe_input() as keys:              # noqa: PTH123 (a descriptor)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with application.create_app_session(input=keys):
+            keys.send_text("Hi\r")
+            assert next(_typed_turns()) == "Hi"
+        assert capsys.readouterr().out == ""
+        assert b"> Hi" in os.read(reader, 4096)
+    os.close(reader)
 
 
 @pytest.mark.parametrize("change", [Chat.undo, Chat.retry])
