@@ -6,11 +6,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv.errors import UserError, gpu_memory_message
 from rwkv.io import signals
-from rwkv.io.broken_pipe import abandon
+from rwkv.io.broken_pipe import abandon, discard_when_unread
 
 READER_GONE = 1                          # exit status when the reader of standard output has closed it
 USER_ERROR = 2
@@ -25,6 +26,7 @@ def exit_on_user_error() -> Iterator[None]:
     `with` block like Ctrl-C, with exit status 130, and are ignored after the block. Characters outside the encoding of standard
     output are printed as ?.
     """
+    _open_missing_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -54,6 +56,14 @@ def exit_on_user_error() -> Iterator[None]:
         sys.exit(USER_ERROR)
     finally:
         atexit.register(signals.ignore)  # atexit runs this first, before all functions registered so far
+
+
+def _open_missing_streams() -> None:
+    """Opens the null device for standard input and output if the program was started without them, as with >&-."""
+    if sys.stdin is None:
+        sys.stdin = Path(os.devnull).open(encoding="utf-8")              # noqa: SIM115  it stays open, like a standard stream
+    if sys.stdout is None:
+        sys.stdout = discard_when_unread(None)
 
 
 def _require_utf8(arguments: list[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -192,6 +193,19 @@ def test_the_end_of_the_reader_is_not_an_error(run: Run, files: tuple[str, ...])
     if files:
         assert len(json.loads(Path("text.jsonl").read_text())["tokens"]) == 10
         assert Path("kept.safetensors").exists()
+
+
+def test_a_program_may_be_started_without_standard_input_and_output(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with <&- and >&- in a shell."""
+    with monkeypatch.context() as patch:
+        for name in ("stdin", "stdout"):
+            patch.setattr(sys, name, None)
+        status, _, error = run("generate", *CHECKPOINT, "prompt=-", "max_new_tokens=3", "out=text.jsonl")
+        assert (status, "rror" in error) == (0, False)
+        assert run("generate", *CHECKPOINT, "max_new_tokens=3")[0] == 0
+        assert run("chat", *CHECKPOINT)[0] == 0
+        sys.stdin.close()
+    assert json.loads(Path("text.jsonl").read_text())["prompt"] == ""
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
