@@ -10,7 +10,7 @@ from rwkv.generation.grammar import Grammar
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_lines import parse, text_of
 from rwkv.io.output_file import require_writable
-from rwkv.io.utf8 import decode, read_text
+from rwkv.io.utf8 import decode, read_bytes, read_text
 
 
 def check_config(config: GenerateConfig) -> None:
@@ -65,9 +65,7 @@ def prompts_from(config: GenerateConfig) -> list[str]:
             return [decode(sys.stdin.buffer.read(), "standard input").replace("\r\n", "\n")]
         return [config.prompt or ""]
     path = Path(config.prompts)
-    if not path.is_file():
-        raise UserError(f"prompts= must name a file with one prompt per line, but there is no file at {path}")
-    content = path.read_bytes()
+    content = read_bytes(path, f"prompts={path}")
     if path.suffix == ".jsonl":
         lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
         prompts = [text_of(parse(line, where), "prompt", where) for where, line in lines if line.strip()]

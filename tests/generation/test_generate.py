@@ -135,6 +135,15 @@ def test_a_line_of_prompts_ends_at_a_newline_alone(tmp_path: Path, name: str, li
     assert prompts_from(GenerateConfig(prompts=str(tmp_path / name))) == [NO_LINE_ENDS] * 2
 
 
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="needs /dev/fd, as <(...) of a shell does")
+def test_prompts_may_come_from_a_pipe() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"ab\nc\n")
+    os.close(writer)
+    assert prompts_from(GenerateConfig(prompts=f"/dev/fd/{reader}")) == ["ab", "c"]
+    os.close(reader)
+
+
 def test_stop_strings_are_taken_as_typed_and_may_be_several(run: Run) -> None:
     options = (*CHECKPOINT, "prompt=a", "banned=[0]", "max_new_tokens=200", "temperature=2", "seed=3")
     whole = run("generate", *options)[1]
