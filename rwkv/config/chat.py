@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rwkv.config.common import MODEL_TEMPLATE, THINK, DraftedConfig, layout_option
+from rwkv.config.common import LARGEST_SEED, MODEL_TEMPLATE, THINK, DraftedConfig, layout_option
 from rwkv.config.sampling import Sampling, preset_option, with_sampling
 from rwkv.config.schema import PATH, check_options, option
 
@@ -18,7 +18,8 @@ class ChatConfig(DraftedConfig):
     state_layout: str | None = layout_option("state=")
     think: str = option("false", "true: answers begin with thoughts; fake: with an empty thought (only templates g1, flower)",
                         one_of=THINK)
-    seed: int = option(0, "random seed of the first answer; the next answer has seed + 1", least=0)
+    seed: int = option(0, "random seed of the first answer; the next answer has seed + 1", least=0,
+                       most=LARGEST_SEED // 2)           # leaves room for the seeds of later answers
     max_new_tokens: int = option(500, "maximum tokens per answer", least=1)
     sampling: str = preset_option("chat")
 

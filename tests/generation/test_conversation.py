@@ -230,6 +230,7 @@ def test_the_system_message_stays_at_a_reset() -> None:
     ("banned=3", "banned"),
     ("max_new_tokens=0", "max_new_tokens must be at least 1; got 0"),
     ("seed=-1", "seed must be at least 0; got -1"),
+    (f"seed={2**63 - 1}", "seed must be at most"),       # the next answer's seed would be too large
     ("temperature=-1", "temperature"),
 ])
 def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting: str, words: str) -> None:
