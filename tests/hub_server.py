@@ -46,7 +46,8 @@ class Repository:
 class HubServer(ThreadingHTTPServer):
     """Serves repositories by name.
 
-    `requests` lists (method, path, Range) of each request so far. A response with a file breaks off after `cut` bytes.
+    `requests` lists (method, path, Range) of each request so far. A response with a file breaks off after `cut` bytes. If
+    `refusal` is set, it is the status, the body and the headers of every response.
     """
 
     daemon_threads = True
@@ -56,6 +57,7 @@ class HubServer(ThreadingHTTPServer):
         self.repositories = repositories
         self.requests: list[tuple[str, str, str | None]] = []
         self.cut: int | None = None
+        self.refusal: tuple[int, bytes, dict[str, str]] | None = None
 
     @property
     def endpoint(self) -> str:
@@ -83,6 +85,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append((self.command, path, self.headers.get("Range")))
+        if self.server.refusal:
+            self._send(*self.server.refusal)
+            return
         match = re.fullmatch(r"(?:/api/models)?/([^/]+/[^/]+)(?:/(revision|resolve)/([^/]+)(?:/(.*))?)?", path)
         repository = self.server.repositories.get(match[1]) if match else None
         if match is None or repository is None:

@@ -29,6 +29,7 @@ from rwkv.errors import CheckpointError
 
 EXTRA = "pip install huggingface_hub"
 MAIN = "main"
+UNAUTHORIZED = 401                       # the HTTP status for a wrong token
 SHOWN = 4                                # an error message lists at most this many names
 CARD = "README.md"
 RUNS = "runs/"                           # this begins a path, even if the folder does not exist yet
@@ -182,23 +183,36 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
     except errors.GatedRepoError:
         raise CheckpointError(f"{name.repository} is gated: accept the terms at {hub.constants.ENDPOINT}/{name.repository}, "
                               "and log in with `hf auth login` or set HF_TOKEN") from None
-    except errors.RepositoryNotFoundError:
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise CheckpointError(f"there is no {noun} at {name}: no such path exists, and {hub.constants.ENDPOINT} has no "
                               f"repository {name.repository}. Check the name. For a private repository, log in with "
                               "`hf auth login` or set HF_TOKEN") from None
     except errors.RevisionNotFoundError:
         raise CheckpointError(f"{name.repository} has no revision {name.revision!r}: name a branch, a tag or a full commit "
                               "hash, or omit the revision to use main") from None
-    except (*errors.HfHubHTTPError.__bases__, OSError) as error:     # the base class is the HTTP library's error
-        return _cached_contents(hub, name, noun, _reason(hub, error))
+    except (*errors.HfHubHTTPError.__bases__, OSError, ValueError) as error:         # the first are the HTTP library's errors
+        reason = _cause(hub, error) or f"{hub.constants.ENDPOINT} cannot be reached ({_first_line(error)})"
+        return _cached_contents(hub, name, noun, reason)
     return Contents(info.sha, {file.rfilename: file.size for file in info.siblings})
 
 
-def _reason(hub: ModuleType, error: Exception) -> str:
+def _cause(hub: ModuleType, error: Exception) -> str | None:
+    """Returns why the Hub or the cache cannot be used, as a clause, or None if it is the connection."""
     if hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    message = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{hub.constants.ENDPOINT} cannot be reached ({message})"
+    if isinstance(error, json.JSONDecodeError):
+        return f"{hub.constants.ENDPOINT} does not answer as the Hub does, perhaps because of a proxy or a login page"
+    if isinstance(error, UnicodeEncodeError):
+        return "the token in HF_TOKEN, or that of `hf auth login`, contains characters that a token cannot have"
+    if getattr(getattr(error, "response", None), "status_code", None) == UNAUTHORIZED:
+        return f"{hub.constants.ENDPOINT} rejects the token in HF_TOKEN, or that of `hf auth login`"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename} cannot be used: {error.strerror}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _cached_contents(hub: ModuleType, name: Name, noun: str, reason: str) -> Contents:
@@ -349,8 +363,9 @@ def _download(hub: ModuleType, name: Name, folder: Path, files: list[str]) -> No
         for file in files:
             hub.hf_hub_download(name.repository, file, revision=name.revision, library_name="timemix")
     except (*errors.HfHubHTTPError.__bases__, OSError, errors.EntryNotFoundError) as error:
-        message = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"the download of {name} was interrupted ({message}): repeat the command to continue "
+        if cause := _cause(hub, error):
+            raise CheckpointError(f"{name} cannot be downloaded, because {cause}") from None
+        raise CheckpointError(f"the download of {name} was interrupted ({_first_line(error)}): repeat the command to continue "
                               "the download") from None
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:

@@ -233,6 +233,23 @@ def test_what_the_hub_does_not_have_is_one_sentence(server: HubServer, tmp_path:
     assert "cannot be reached" in error_of("org/one", tmp_path, "http://127.0.0.1:9")
 
 
+def test_a_hub_that_answers_but_does_not_serve_is_said_not_to_be_out_of_reach(server: HubServer, tmp_path: Path) -> None:
+    """An expired token is refused even for public repositories. A login page answers every request with HTML."""
+    expired = {"X-Error-Message": "Invalid credentials in Authorization header"}
+    for refusal, part in (((401, b"{}", expired), "token"), ((200, b"<html>log in</html>", {}), "login page")):
+        server.refusal = refusal
+        message = error_of("org/one", tmp_path, server.endpoint, HF_TOKEN="hf_old")
+        server.refusal = None
+        assert part in message
+        assert "cannot be reached" not in message
+    assert "token" in error_of("org/one", tmp_path, server.endpoint, HF_TOKEN="\u201chf_quoted\u201d")
+    assert "no repository org--old/one" in error_of("org--old/one", tmp_path, server.endpoint)
+    (tmp_path / "file").touch()
+    message = error_of("org/one", tmp_path, server.endpoint, HF_HUB_CACHE=str(tmp_path / "file" / "hub"))
+    assert str(tmp_path / "file") in message
+    assert "repeat" not in message
+
+
 def test_a_missing_package_is_one_sentence(tmp_path: Path) -> None:
     code = "import sys; sys.modules['huggingface_hub'] = None\n" + REFUSED.format(name="org/one")
     process = python(code, environment("http://127.0.0.1:9", tmp_path), tmp_path)
