@@ -9,8 +9,8 @@ Every option for a checkpoint, state, adapter, tokenizer or template accepts the
     hf://NAME                the same; also a browser's address, https://huggingface.co/ORG/REPO/blob/main/PATH
 
 A name that exists on disk, or whose first folder exists, is a path. The package huggingface_hub downloads the files, so its
-cache, token, offline mode and progress bar apply, and interrupted downloads resume. Only files that will be read are
-downloaded.
+cache, token, offline mode and progress bar apply. A download whose connection breaks resumes, before version 1.25 of that
+package when the command is repeated. Only files that will be read are downloaded.
 """
 
 import functools
