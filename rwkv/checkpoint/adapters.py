@@ -109,6 +109,9 @@ def read(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: 
         alpha: LoRA's alpha if the file lacks it.
     """
     if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise CheckpointError(f"{path} is not an adapter: expected a PEFT directory with {CONFIG}, or a file of RWKV-PEFT. "
+                                  "Pass a model as checkpoint=")
         if alpha is not None:
             raise UserError(f"lora_alpha conflicts with {path / CONFIG}, which already sets alpha: omit lora_alpha")
         return _peft(path, config, weights)
@@ -132,10 +135,12 @@ def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Ada
         raise CheckpointError(f"{path} contains {CONFIG} but no weights: expected "
                               f"{' or '.join(hub.ADAPTER_WEIGHTS)} in the same folder")
     tensors = (pth if _torch_file.recognises(file) else safetensors).read(file).tensors
-    modules, whole = _by_module(tensors)
+    modules, whole = _by_module(file, tensors)
     if whole:
         raise CheckpointError(f"{file} contains {whole[0]}, which is not part of an adapter. Only adapters can be merged, not "
                               "whole modules")
+    if not modules:
+        raise CheckpointError(f"{file} contains no tensors: save the adapter again")
     changes = {}
     for module, parts in modules.items():
         make = partial(_peft_lora, config_json) if kind == "LORA" else partial(_peft_miss, config_json)
@@ -147,13 +152,14 @@ def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Ada
 
 def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: float | None) -> Adapter:
     content = formats.recognise(path).read(path)
+    tensors = content.tensors
+    modules, others = _by_module(path, tensors)
+    if not modules:
+        raise CheckpointError(f"{path} is not an adapter: no tensor name ends in .lora_A, .lora_B, .disha or .bone. Pass a "
+                              "model as checkpoint=")
     if content.entry is not None:
         raise CheckpointError(f"{path} is a training checkpoint, not an adapter: use checkpoint=RUN, or lora=RUN/adapter, "
                               "which the run writes when it finishes")
-    tensors = content.tensors
-    modules, others = _by_module(tensors)
-    if not modules:
-        raise CheckpointError(f"{path} is not an adapter: no tensor name ends in .lora_A, .lora_B, .disha or .bone")
     if unknown := sorted({part for parts in modules.values() for part in parts} - {*RWKV_PEFT_PARTS}):
         raise CheckpointError(f"{path} has tensors named {unknown[0]}, so it is the weights of a PEFT adapter, but lacks "
                               f"{CONFIG}, which states how to merge them: put this file into the same folder, and pass the "
@@ -200,12 +206,17 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     return Adapter(path, f"{kind} of RWKV-PEFT", changes, tensors, replacements)
 
 
-def _by_module(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]], list[str]]:
-    """Returns the adapter parts of each module, by the module's path, and the names of all other tensors."""
+def _by_module(path: Path, tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]], list[str]]:
+    """Returns the adapter parts of each module, by the module's path, and the names of all other tensors.
+
+    Raises CheckpointError if a part of the adapter in the file `path` has no values.
+    """
     modules: dict[str, dict[str, Stored]] = {}
     others = []
     for name, tensor in tensors.items():
         if match := PART.fullmatch(name):
+            if not tensor.count:
+                raise CheckpointError(f"{path}: the adapter for {match[1]} {PARTITIONED}")
             modules.setdefault(match[1], {})[match[2]] = tensor
         else:
             others.append(name)
@@ -213,6 +224,7 @@ def _by_module(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Store
 
 
 def _read_initial_pissa(path: Path) -> dict[str, tuple[Stored, Stored]]:
+    formats.require_no_pointer(path)
     tensors = pth.read(path).tensors if path.is_file() else {}
     ends = ".init_lora_A", ".init_lora_B"
     names = [name.removesuffix(ends[0]) for name in tensors if name.endswith(ends[0])]
@@ -271,9 +283,7 @@ def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stor
     B = parts.get("lora_B") or parts.get("lora_embedding_B")
     if A is None or B is None:
         raise CheckpointError(f"{path} has only {', '.join(parts)} for {module}: the adapter is incomplete")
-    if not A.count or not B.count:
-        raise CheckpointError(f"{path}: the adapter for {module} {PARTITIONED}")
-    if len(A.shape) != 2 or len(B.shape) != 2 or A.shape[0] != B.shape[1] or not A.shape[0]:
+    if len(A.shape) != 2 or len(B.shape) != 2 or A.shape[0] != B.shape[1]:
         raise CheckpointError(f"{path}: for {module}, the shapes of A {A.shape} and B {B.shape} do not match")
     return A, B
 

@@ -338,6 +338,22 @@ def test_half_an_adapter_and_a_damaged_description_are_refused(folder: Path, tmp
         with_adapter(base, adapter)
 
 
+def test_what_is_no_adapter_is_called_what_it_is(folder: Path, tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    empty, cloned = write_peft(tmp_path / "empty", {}), write_peft(tmp_path / "cloned", {})
+    (cloned / "adapter_model.safetensors").write_text(pointer)
+    torch.save({"blocks.0.att.key.disha": torch.empty(0, 128)}, tmp_path / "partitioned.pth")
+    factors = {"blocks.0.att.key.lora_A": torch.ones(2, 128), "blocks.0.att.key.lora_B": torch.ones(128, 2)}
+    torch.save(factors, tmp_path / "pissa.pth")
+    (tmp_path / "init_pissa.pth").write_text(pointer)
+    small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(tmp_path / "model.safetensors")
+    for lora, part in ((empty, "contains no tensors"), (cloned, "Git LFS pointer"), (tmp_path / "partitioned.pth", "ZeRO-3"),
+                       (tmp_path / "pissa.pth", "Git LFS pointer"), (cloned / "adapter_config.json", "Pass the directory"),
+                       (folder / LAYOUTS[0], "is not an adapter"), (tmp_path / "model.safetensors", "as checkpoint=")):
+        with pytest.raises(CheckpointError, match=part):
+            RWKV.from_pretrained(folder / "base.pth", "reference", lora=lora)
+
+
 @pytest.mark.soak
 def test_peft_s_own_adapters_are_merged_as_peft_does(folder: Path, tmp_path: Path) -> None:
     if not PYTHON.exists() or subprocess.run([PYTHON, "-I", "-c", "import peft"], capture_output=True).returncode:

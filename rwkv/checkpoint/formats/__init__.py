@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rwkv.errors import CheckpointError, UserError
+from rwkv.io import hub
 from rwkv.io.utf8 import LFS, LFS_POINTER
 
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int8", "int4")}     # block formats
@@ -53,7 +54,7 @@ def recognise(path: Path) -> ModuleType:
     """Returns the format module of an existing file or directory. Raises CheckpointError for an unknown format."""
     require_no_pointer(path)
     if path.is_file() and len(start := first_bytes(path, BYTES_SHOWN)) >= 8 and TEXT.issuperset(start):
-        is_part = path.suffix == ".json" and (path.parent / "config.json").is_file()
+        is_part = path.suffix == ".json" and any((path.parent / mark).is_file() for mark in hub.MARKS)
         remedy = f". Pass the directory, {path.parent}" if is_part else ""
         raise CheckpointError(f"{path} is a text file that begins with {start!r}: expected a file with weights{remedy}")
     for format in map(load, names()):

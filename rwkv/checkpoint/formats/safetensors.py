@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
-from rwkv.checkpoint.formats import _packed, first_bytes
+from rwkv.checkpoint.formats import _packed, first_bytes, require_no_pointer
 from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
 from rwkv.checkpoint.mapping import torch_maps_large_files
 from rwkv.errors import CheckpointError
@@ -37,6 +37,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Content:
+    require_no_pointer(path)
     try:
         with torch_maps_large_files():
             file = safe_open(path, "pt")
