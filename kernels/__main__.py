@@ -23,7 +23,7 @@ def main(argv: Sequence[str] = ()) -> None:
     Parser("kernels", __doc__).parse_args(argv)
     try:
         show()
-        sys.stdout.flush()
+        print(end="", flush=True)        # sys.stdout is None in a program started with >&-
     except BrokenPipeError:              # the reader closed the pipe, as in: python -m kernels | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

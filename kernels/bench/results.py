@@ -30,7 +30,7 @@ def exit_status(main: Callable[[], int | None], *mistakes: type[Exception]) -> i
     caught: tuple[type[Exception], ...] = (OSError, UnusableFile, UnknownKernel, KernelUnavailable, *mistakes)
     try:
         status = main() or 0
-        sys.stdout.flush()
+        print(end="", flush=True)        # sys.stdout is None in a program started with >&-
     except BrokenPipeError:              # standard output is closed, as in: python -m kernels.bench timex | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -295,6 +295,13 @@ def test_a_mistake_ends_a_program_with_its_sentence(mistake: Exception, capsys: 
     assert capsys.readouterr().err == "a\n"
 
 
+def test_a_program_may_be_started_without_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)             # as with >&- in a shell
+    assert exit_status(lambda: 0) == 0
+    monkeypatch.setattr(listing, "show", lambda: None)
+    listing.main()
+
+
 @pytest.mark.programs
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such pipes")
 @pytest.mark.parametrize("command", [
