@@ -106,6 +106,11 @@ def test_two_sets_of_weights_in_one_file_are_named(model: RWKV, tmp_path: Path) 
     refuses(tmp_path / "model.pth", "ema")
 
 
+def test_tensors_under_numbers_are_not_weights(model: RWKV, tmp_path: Path) -> None:
+    torch.save(dict(enumerate(model.state_dict().values())), tmp_path / "model.pth")
+    refuses(tmp_path / "model.pth", "names of tensors must be strings; got 0")
+
+
 @pytest.mark.parametrize("format", ["pth", "safetensors", "huggingface", "ckpt"])
 def test_float64_is_read_in_float32(model: RWKV, tmp_path: Path, format: str) -> None:
     path = tmp_path / NAMES[format]

@@ -124,7 +124,9 @@ def stored_tensors(path: Path, content: Mapping[object, object]) -> dict[str, St
     mapped = first_bytes(path, 2) == ZIP
     result = {}
     for name, tensor in content.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        if not isinstance(name, str):
+            raise CheckpointError(f"{path} is not a checkpoint: the names of tensors must be strings; got {name!r}")
+        if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path} is not a checkpoint: {name} is a {type(tensor).__name__}, not a tensor")
         if not _is_plain(tensor):
             raise CheckpointError(f"{path}: {name} must be a plain tensor that stores all values of its shape "
