@@ -129,7 +129,7 @@ def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> T
     """
     content = formats.recognise(path).read(path)
     names = layer_names(content.tensors)
-    if content.entry is not None:
+    if content.entry is not None and names:
         raise CheckpointError(f"{path} is the checkpoint of a training run, not a tuned state: pass this file as checkpoint=, "
                               "or pass the run's time_state.pth as the tuned state")
     others = [name for name in content.tensors if name not in names]

@@ -105,6 +105,12 @@ def test_what_no_file_says_is_asked_for(folder: Path) -> None:
     assert torch.equal(states.layers[0].get(), time_states.read(folder / "state.pth", config).layers[0].get().mT)
 
 
+def test_a_model_in_place_of_a_state_is_no_training_run(folder: Path) -> None:
+    with pytest.raises(UserError, match="contains weights: pass them as checkpoint=") as error:
+        open_base(folder).model_and_context(str(folder / "base.safetensors"), None)
+    assert "training run" not in str(error.value)
+
+
 @pytest.mark.parametrize(("states", "message"), [
     (tuned_state(L=2), "2 layers of 2 heads of size 64, but the model has 3 layers of 2 heads of size 64"),
     (tuned_state(H=4, N=32), "3 layers of 4 heads of size 32, but the model has 3 layers of 2 heads of size 64"),
