@@ -22,6 +22,7 @@ from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.request import Request
 from rwkv.generation.row import Row
 from rwkv.generation.stopping import StoppingCriteria
+from rwkv.io.utf8 import without_surrogates
 from rwkv.model.base import Model
 from rwkv.model.weights_watch import WeightsWatch
 from rwkv.tokenizer.tokenizers import Tokenizer, require_tokenizer_type
@@ -109,8 +110,11 @@ class Chat:
         self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
 
     def load(self, messages: object) -> None:
-        """Replaces the messages of the conversation. Raises UserError if the new messages are malformed."""
-        self.messages = list(check_messages(messages))
+        """Replaces the messages of the conversation. Raises UserError if the new messages are malformed.
+
+        Half a surrogate pair, which UTF-8 cannot encode, becomes U+FFFD.
+        """
+        self.messages = list(check_messages(without_surrogates(messages)))
 
     def _answer_after(self, before: list[Message]) -> Iterator[str]:
         try:

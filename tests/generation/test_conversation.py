@@ -278,6 +278,16 @@ def test_penalties_are_those_of_the_conversation_however_much_of_it_was_read_bef
         item.name: getattr(first.sampling, item.name) for item in fields(Sampling)}))
 
 
+def test_half_a_character_in_a_saved_conversation_is_replaced(tmp_path: Path) -> None:
+    """Some programs cut a text inside an emoji. Such a text can neither be encoded nor saved."""
+    (tmp_path / "talk.json").write_text('{"messages": [{"role": "user", "content": "a\\ud83d"}]}')
+    terminal = Terminal(talk())
+    assert terminal.turn(f"/load {tmp_path / 'talk.json'}")
+    assert terminal.talk.messages == [{"role": "user", "content": "a\ufffd"}]
+    assert terminal.turn(f"/save {tmp_path / 'again.json'}")
+    assert terminal.turn("Hi")
+
+
 def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Terminal(talk()).turn(f"/save {tmp_path}")
     assert capsys.readouterr().err == f"error: cannot write {tmp_path}: {os.strerror(errno.EISDIR)}\n"
