@@ -74,6 +74,7 @@ class Chat:
         require_tokenizer_type(self.tokenizer)
         require_type("template", self.template, ChatTemplate, 'a ChatTemplate, such as chat_template("g1")')
         self.template = for_tokenizer(self.template, self.tokenizer)
+        self.sampling.check_ids(self.tokenizer.vocab_size)
 
     def say(self, text: str) -> Iterator[str]:
         """Adds and prefills a user turn, and returns an iterator that yields the answer piece by piece.

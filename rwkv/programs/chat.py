@@ -206,7 +206,9 @@ class Terminal:
             metadata = next(item.metadata for item in fields(Sampling) if item.name == name)
             is_texts = metadata["typed"] == list[str]    # /set gives a single string for an option that takes a list
             option = {name: metadata["read"]([value] if value else []) if is_texts else _from_yaml(name, value)}
-            self.talk.sampling = replace(self.talk.sampling, **option)
+            sampling = replace(self.talk.sampling, **option)
+            sampling.check_ids(self.talk.tokenizer.vocab_size)
+            self.talk.sampling = sampling
             self._overrides |= option
         elif name == "think":
             think = parse_think(ChatConfig(think=_from_yaml(name, value)).think)         # ChatConfig checks the value

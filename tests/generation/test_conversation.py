@@ -228,6 +228,7 @@ def test_the_system_message_stays_at_a_reset() -> None:
     ("sampling=mine", "g1_think"),
     ("logit_bias=a", "logit_bias"),
     ("banned=3", "banned"),
+    ("banned=[256]", "banned must contain only token ids from 0 to 255; got 256"), ("logit_bias=256:1", "logit_bias"),
     ("max_new_tokens=0", "max_new_tokens must be at least 1; got 0"),
     ("seed=-1", "seed must be at least 0; got -1"),
     (f"seed={2**63 - 1}", "seed must be at most"),       # the next answer's seed would be too large
@@ -239,6 +240,12 @@ def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting:
     assert not Terminal(chat).turn(f"/set {setting}")
     assert words in capsys.readouterr().err
     assert (chat.sampling, chat.max_new_tokens, chat.seed) == before
+
+
+def test_an_id_outside_the_vocabulary_is_refused_before_the_first_turn() -> None:
+    chat = talk()
+    with pytest.raises(UserError, match="banned"):
+        replace(chat, sampling=Sampling(banned=(256,)))
 
 
 def test_options_of_sampling_are_set_as_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
