@@ -48,8 +48,8 @@ def matvec_for(format: str) -> MatVec:
 class Int8Linear(nn.Module):
     """A linear layer without a bias, with an int8 weight: x (...,K) -> (...,N) in the dtype of x, or float32 under autocast.
 
-    Products are in float32. The C kernel reads the weight in place, row-major, or by input if no input is negative. FBGEMM is up to
-    a tenth faster with many rows, but needs a copy in its own layout.
+    Products are in float32. The C kernel reads the weight in place, row-major, or by input if no input is negative. FBGEMM is
+    up to a tenth faster with many rows, but needs a copy in its own layout.
 
     Args:
         weight (N,K): a floating-point or packed weight.
