@@ -278,7 +278,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     if dtype is None and len(packed_dtypes) == 1 and packed_dtypes <= {*block_formats}:
         dtype = packed_dtypes.pop()
     quantised = dtype if dtype in block_formats else None
-    if dtype is not None and dtype not in tuple(DTYPES) and not quantised:
+    if dtype is not None and dtype not in tuple(DTYPES) and not quantised:     # a tuple: dtype may be an unhashable list
         blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}{blocks}; got {dtype!r}")
     if by_input and (format, dtype) != ("safetensors", "bfloat16"):

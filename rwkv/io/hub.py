@@ -190,7 +190,7 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
     except errors.RevisionNotFoundError:
         raise CheckpointError(f"{name.repository} has no revision {name.revision!r}: name a branch, a tag or a full commit "
                               "hash, or omit the revision to use main") from None
-    except (*errors.HfHubHTTPError.__bases__, OSError, ValueError) as error:         # the first are the HTTP library's errors
+    except (*errors.HfHubHTTPError.__bases__, OSError, json.JSONDecodeError, UnicodeEncodeError) as error:     # first: HTTP
         reason = _cause(hub, error) or f"{hub.constants.ENDPOINT} cannot be reached ({_first_line(error)})"
         return _cached_contents(hub, name, noun, reason)
     return Contents(info.sha, {file.rfilename: file.size for file in info.siblings})
@@ -203,7 +203,7 @@ def _cause(hub: ModuleType, error: Exception) -> str | None:
     if isinstance(error, json.JSONDecodeError):
         return f"{hub.constants.ENDPOINT} does not answer as the Hub does, perhaps because of a proxy or a login page"
     if isinstance(error, UnicodeEncodeError):
-        return "the token in HF_TOKEN, or that of `hf auth login`, contains characters that a token cannot have"
+        return "the token in HF_TOKEN, or that of `hf auth login`, contains invalid characters"
     if getattr(getattr(error, "response", None), "status_code", None) == UNAUTHORIZED:
         return f"{hub.constants.ENDPOINT} rejects the token in HF_TOKEN, or that of `hf auth login`"
     if isinstance(error, OSError) and error.filename:

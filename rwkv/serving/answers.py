@@ -127,7 +127,7 @@ class Answer:
         try:
             response = await self._whole_response()
         except ApiError as error:
-            if self._abandoned:          # nobody gets the error, so that the log need not report a failure
+            if self._abandoned:          # the client is gone: the log need not report a failure
                 return
             client_error = self._client_error(error)
             scope["state"]["refusal"] = str(client_error)

@@ -1,5 +1,6 @@
 """Reads and tokenises the files that rwkv.tools.evaluate scores by last words or by answers."""
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from rwkv.data.sources.jsonl import entries
 from rwkv.errors import UserError
 from rwkv.evaluation import EvaluatedSequence
 from rwkv.io.json_lines import parse, text_of
+from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file, require_file
 from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -40,14 +42,15 @@ def holds_answers(path: Path) -> bool:
 
 
 def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[EvaluatedSequence]:
-    """Reads conversations, as data=chat does, and marks their answers as scored."""
+    """Reads conversations, as data=chat does, and marks their answers as scored. Prints how many have no answer."""
     require_file(path)
     template = for_tokenizer(template, tokenizer)
     counter = LossCounter(tokenizer)
-    conversations = []
+    conversations, omitted = [], 0
     for entry, where, _ in entries(path):
         parts = parts_of(entry, where, template)
         if not any(is_answer for _, is_answer in parts):
+            omitted += 1
             continue
         try:
             pieces = [(ids, is_answer) for ids, (_, is_answer) in
@@ -64,6 +67,8 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
     if not conversations:
         raise UserError(f"data.path={path} must have a conversation with an answer on each line, but the file contains no "
                         "answer")
+    if omitted:
+        print(f"omitted: {counted(omitted, 'conversation')} without an answer to score", file=sys.stderr)
     return conversations
 
 

@@ -30,8 +30,3 @@ def test_requests_start_in_order_and_a_full_queue_refuses() -> None:
     for sequence in first.sequences:
         assert queue.take_ticket(Event(sequence.id, finish_reason="cancelled")) is first
     assert (queue.n_running, queue.tickets()) == (1, {third})
-
-
-def test_one_sequence_is_not_1_sequences() -> None:
-    with pytest.raises(ApiError, match="at most 1 sequence "):
-        Queue(max_rows=1, max_queue=0, send=lambda message: None).submit(sequences(2))

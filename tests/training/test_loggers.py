@@ -17,7 +17,6 @@ from rwkv.config import LoggerConfig, TrainConfig
 from rwkv.errors import UserError
 from rwkv.training import loggers
 from rwkv.training.run.directory import as_plain
-from rwkv.training.run.options import check_new_run
 
 RUN = as_plain(TrainConfig())
 CONFIG = LoggerConfig(name="wandb")
@@ -31,15 +30,6 @@ def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     yield
     wandb.finish()
     wandb.teardown()
-
-
-@pytest.mark.parametrize("key", ["logger.project", "logger.group", "logger.run_name"])
-def test_a_name_for_a_logger_without_names_is_refused(key: str) -> None:
-    check_new_run(TrainConfig(logger=CONFIG), [key])
-    for name in ("csv", "none"):
-        check_new_run(TrainConfig(logger=LoggerConfig(name=name)), [])
-        with pytest.raises(UserError, match=f"{key} requires logger=wandb"):
-            check_new_run(TrainConfig(logger=LoggerConfig(name=name)), [key])
 
 
 @pytest.mark.programs

@@ -26,14 +26,15 @@ enum {
 typedef wide_ints group_sums[GROUP_VECTORS];
 
 // Indices of nonzero inputs, and these inputs of each row. The last quad is padded with zeros.
-struct nonzero {
+struct nonzero_quads {
     int64_t quads;
     int32_t indices[CHUNK + BLOCK_QUADS * QUAD];
     uint8_t x[FEW_ROWS][CHUNK];
 };
 
 // Collects inputs k to end - 1 that are nonzero in any of the rows. end - k is a multiple of 8.
-static void find_nonzero(const struct product *p, int64_t first, int64_t rows, int64_t k, int64_t end, struct nonzero *nonzero) {
+static void find_nonzero_quads(const struct product *p, int64_t first, int64_t rows, int64_t k, int64_t end,
+                               struct nonzero_quads *nonzero) {
     const uint8_t *q = p->q + first * p->q_row;
     int64_t n = 0;
     for (; k < end; k += 8) {
@@ -147,10 +148,10 @@ static void write_outputs(const struct product *p, int64_t first, int64_t rows, 
 // A few inputs are multiplied for all outputs of a tile before the next ones, as in matmul_sparse.
 static void few_rows(const struct product *p, int64_t N, int64_t first, int64_t rows, int64_t n, int64_t width) {
     group_sums sums[FEW_ROWS * GROUPS];
-    struct nonzero nonzero;
+    struct nonzero_quads nonzero;
     memset(sums, 0, (size_t)(rows * GROUPS) * sizeof sums[0]);
     for (int64_t k = 0; k < p->K; k += CHUNK) {
-        find_nonzero(p, first, rows, k, smaller(k + CHUNK, p->K), &nonzero);
+        find_nonzero_quads(p, first, rows, k, smaller(k + CHUNK, p->K), &nonzero);
         for (int64_t quad = 0; quad < nonzero.quads; quad += BLOCK_QUADS) {
             int64_t quads = smaller(BLOCK_QUADS, nonzero.quads - quad);
             for (int64_t g = 0; g * OUTPUTS < width; g++) {

@@ -22,8 +22,8 @@ An answer is only context, and is not learnt, in three cases:
 - The answer or the conversation has "weight": 0 or an equivalent field (rwkv/chat/messages.py).
 - The entry has a prompt, a completion and "label": false, as in TRL's KTO format.
 - The answer is part of a list `prompt`, as in TRL.
-Conversations without learnt answers are omitted and counted, also if they have no answer, or no messages, as some have in data
-from the web. So are pairs of which an answer is null.
+Conversations without learnt answers are omitted and counted, including those without an answer or without messages; likewise
+pairs with a null answer.
 """
 
 import json
@@ -135,8 +135,7 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
             with the rejected answer. Both are in the same split, and either both are learnt or neither.
     """
     template = template or template_of(config)
-    learnt = 0
-    others = 0
+    learnt, others, first_omitted = 0, 0, ""
     splitter = Splitter(config.val_fraction)
     pending: list[Conversation] = []     # the first ones, held back until two of them differ
     for _, path in _select_files(str(config.path))[0]:
@@ -148,6 +147,7 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
                 place = splitter.place(*(fingerprint(text for text, _ in parts) for parts in texts))
             learnt += is_learnt
             others += not is_learnt
+            first_omitted = first_omitted or ("" if is_learnt else where)
             for parts in texts:
                 marked = parts if is_learnt else [(text, False) for text, _ in parts]
                 pending.append(Conversation(marked, where=where, weight=weight, **place._asdict()))
@@ -155,7 +155,7 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
                 yield from pending
                 pending.clear()
     if learnt < 2:
-        more = f" with an answer to learn, and {others} without an answer to learn" if others else ""
+        more = f" with an answer to learn, and {others} without (the first: {first_omitted})" if others else ""
         content = f"{counted(learnt, 'pair')} of answers" if pairs else counted(learnt, "conversation")
         raise UserError(f"data.path={config.path} has {content}{more}, but at least two are required: one for training "
                         "and one for validation")
@@ -167,8 +167,7 @@ def holds_conversations(path: Path) -> bool:
 
     Raises UserError if the first entry cannot be read.
     """
-    first = next((entry for entry, _, _ in entries(path)), {})
-    fields = {field for field, value in first.items() if value is not None}
+    fields = set(next((entry for entry, _, _ in entries(path)), {}))
     return "text" not in fields and (not fields.isdisjoint(LISTS) or any(fields.issuperset(pair) for pair in PAIRS))
 
 

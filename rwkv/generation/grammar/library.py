@@ -1,6 +1,5 @@
 """Imports llguidance when it is first needed, and shortens its error messages."""
 
-import json
 import re
 from types import ModuleType
 from typing import Protocol
@@ -9,7 +8,7 @@ from rwkv.errors import UserError
 
 MISSING = ('grammars and schemas require llguidance, which is not installed: run pip install "timemix[serve]" or pip install '
            'llguidance')
-UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
+UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 
 
 class LibraryMatcher(Protocol):
@@ -42,7 +41,7 @@ def short_message(message: str) -> str:
     if "coerce_one_of" in message:       # the message suggests this option of llguidance
         return "oneOf cannot be enforced, because the schemas may overlap. Use anyOf"
     if unknown := UNIMPLEMENTED.search(message):
-        keys = ", ".join(json.loads(unknown[1]))
-        return f"{keys} cannot be enforced while a text is generated. Omit the rule, and check it in the finished JSON"
+        keys = ", ".join(re.findall(r'"([^"]+)"', unknown[1]))
+        return f"{keys} cannot be enforced during generation. Omit the rule, and check it in the finished JSON"
     lines = [line.strip() for line in message.strip().splitlines()]
     return " ".join(line for i, line in enumerate(lines) if i == 0 or line.startswith("error:"))

@@ -130,7 +130,7 @@ class _Process:
         """
         where = grammar.parts[0].where
         if self._process is not None and not self._process.is_alive():
-            self.kill()                  # it was killed while it was idle, for which no grammar is to blame
+            self.kill()                  # killed while idle: not this grammar's fault
         if self._process is None and not self._stopped:
             self._start_process()
         try:
@@ -160,8 +160,8 @@ class _Process:
         except (EOFError, OSError) as error:
             self.kill()
             if not self._stopped:
-                say("grammars", f"the process that compiles grammars has not started: {error or 'it has ended'}")
-                raise ApiError(503, "the process that compiles grammars has not started: see the server's log",
+                say("grammars", f"the process that compiles grammars did not start: {error or 'it exited'}")
+                raise ApiError(503, "the process that compiles grammars did not start: see the server's log",
                                code="compiler_ended", retry_after=RETRY_AFTER) from None
 
     def stop(self) -> None:

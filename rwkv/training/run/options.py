@@ -4,15 +4,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 from rwkv.checkpoint.location import FOLDER, follow, is_checkpoint, locate
-from rwkv.config import LATEST, LoggerConfig, TrainConfig, length_option, require_effect
+from rwkv.config import LATEST, TrainConfig, length_option, require_effect
 from rwkv.data.options import check_data
 from rwkv.errors import UserError
 from rwkv.io.utf8 import require_file
 from rwkv.training.run.directory import CONFIG_FILE, new_folder, require_unused
 from rwkv.training.tuning import guard
-
-NAMES_OF_RUNS = ("logger.project", "logger.group", "logger.run_name")
-WITHOUT_NAMES = ("csv", "none", "tensorboard")           # loggers that do not use NAMES_OF_RUNS
 
 
 def check_run(config: TrainConfig, user_keys: Collection[str]) -> None:
@@ -29,7 +26,6 @@ def check_run(config: TrainConfig, user_keys: Collection[str]) -> None:
 def check_new_run(config: TrainConfig, user_keys: Collection[str]) -> None:
     """Raises UserError for options without effect, options that conflict, and missing files."""
     require_effect(config, user_keys)
-    _reject_names_of_runs(config.logger, user_keys)
     length_option(config, user_keys)
     config.require_separate_updates()
     check_data(config.data, config.init_from is None or "data.tokenizer" in user_keys,
@@ -68,12 +64,6 @@ def resumed_path(config: TrainConfig) -> Path | None:
 
 def resume_error(config: TrainConfig) -> UserError:
     return UserError(f"resume={config.resume} must be a run's directory, or a checkpoint in such a directory, but is neither")
-
-
-def _reject_names_of_runs(logger: LoggerConfig, user_keys: Collection[str]) -> None:
-    for key in (key for key in NAMES_OF_RUNS if key in user_keys and logger.name in WITHOUT_NAMES):
-        raise UserError(f"{key} requires logger=wandb, mlflow or trackio; got logger={logger.name}: omit {key}, or set "
-                        "logger=wandb")
 
 
 def _reject_tuning_options(config: TrainConfig, user_keys: Collection[str]) -> None:
