@@ -26,6 +26,7 @@ CONFIG = LoggerConfig(name="wandb")
 def own_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Makes W&B read its environment anew for each test, with nobody logged in, because W&B reads it once per process."""
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    wandb.finish()                       # a run that an earlier test left open could not be finished after teardown()
     wandb.teardown()
     yield
     wandb.finish()
