@@ -230,7 +230,7 @@ def test_packing_does_not_depend_on_torch_s_default_dtype(default: torch.dtype) 
 
 @in_c
 @each_level
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 70])
+@pytest.mark.parametrize("rows", [1, 3, 9, 16, 70])
 def test_int8_by_input_has_the_bits_of_int8_by_output(rows: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows skip zeros, many do not. The widths have a rest of a group, of a tile, and of a chunk of inputs."""
     monkeypatch.setattr(native, "level", lambda: level)

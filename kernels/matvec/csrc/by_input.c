@@ -10,7 +10,7 @@ enum {
     QUAD = 4,                            // inputs whose products are added up by one instruction
     OUTPUTS = 4 * WIDE,                  // outputs of a group, whose weights for one input fill a vector
     GROUP_VECTORS = 4,                   // vectors of a group's sums
-    FEW_ROWS = 8,
+    FEW_ROWS = 16,
     GROUPS = SPARSE_TILE / OUTPUTS,      // few rows: groups of a tile
     CHUNK = 512,                         // few rows: inputs of which the nonzero ones are collected at a time
     BLOCK_QUADS = 4,                     // few rows: quads multiplied for all outputs of a tile before the next ones

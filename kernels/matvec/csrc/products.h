@@ -66,7 +66,7 @@ void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_
 // are zero in every row of a tile, which can change only the sign of a zero. Rounds x itself.
 void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
-// matmul, to the bit, for an int8 W stored by input, (K,N), and inputs that are never negative (offset 0). For up to 8 rows, skips
+// matmul, to the bit, for an int8 W stored by input, (K,N), and inputs that are never negative (offset 0). For up to 16 rows, skips
 // weights whose inputs are zero in every row (by_input.c). K is a multiple of 8.
 void matmul_int8_by_input(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
