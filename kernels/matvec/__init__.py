@@ -70,6 +70,16 @@ class Packed:
         return self.weight.shape[1]
 
     @property
+    def by_input(self) -> bool:
+        """True if the memory of `weight` is (K,N)."""
+        return False
+
+    @property
+    def stored(self) -> Tensor:
+        """`weight` as a contiguous tensor, without a copy if its memory is contiguous: transposed if by_input."""
+        return self.weight.T if self.by_input else self.weight.contiguous()
+
+    @property
     def numbers(self) -> list[int]:
         return [int(part) for part in self._parts().values() if not isinstance(part, Tensor)]
 
@@ -171,7 +181,7 @@ class Int8(Packed):
 
     @property
     def by_input(self) -> bool:
-        """True if the memory of `weight` is (K,N) in a form that c_v0 can multiply."""
+        """True if the memory of `weight` is (K,N), in a form that c_v0 can multiply."""
         return self.non_negative and self.K % 8 == 0 and self.weight.T.is_contiguous() and not self.weight.is_contiguous()
 
     def stored_by_input(self) -> Self:

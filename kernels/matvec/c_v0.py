@@ -30,7 +30,7 @@ def int8_product(packed: Int8) -> Callable[[Tensor], Tensor]:
     offset = packed.rounding.offset
     step = torch.tensor(1 / packed.rounding.steps, dtype=torch.float32, device="cpu")
     per_step, scale = (1 / step).item(), packed.scale * step
-    weight = packed.weight.T if packed.by_input else packed.weight.contiguous()
+    weight = packed.stored
 
     def product(x: Tensor) -> Tensor:
         R = len(x)
@@ -66,9 +66,9 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
 def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
     N = len(packed.weight)
     K = packed.K if isinstance(packed, Blocks) else _padded_K(packed)    # int4 is stored padded, a file's blocks are not
-    weight, scale, shift = (*packed, None, None)[:3]
-    offset, by_input = (packed.rounding.offset, packed.by_input) if isinstance(packed, Int8) else (0, False)
-    weight = weight.T if by_input else weight.contiguous()
+    weight = packed.stored
+    _, scale, shift = (*packed, None, None)[:3]
+    offset = packed.rounding.offset if isinstance(packed, Int8) else 0
 
     def product(x: Tensor) -> Tensor:
         R = len(x)
@@ -76,8 +76,8 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
         y = x.new_empty(R, N)
         threads = 1 if N * K * R <= SMALL else native.threads_for(N)
         q_row = q.shape[1] * q.itemsize
-        native.run("matvec", threads, KINDS[packed.format], by_input, N, K, R, floats.shape[1], q_row, offset, False, threads,
-                   weight, scale, shift, floats, q, y)
+        native.run("matvec", threads, KINDS[packed.format], packed.by_input, N, K, R, floats.shape[1], q_row, offset, False,
+                   threads, weight, scale, shift, floats, q, y)
         return y
 
     return product

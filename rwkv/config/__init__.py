@@ -26,7 +26,7 @@ from rwkv.config.common import (
 from rwkv.config.evaluate import EvaluateConfig
 from rwkv.config.generate import GenerateConfig
 from rwkv.config.sampling import Sampling
-from rwkv.config.schema import PATH, TEXT, free_text_kind, missing_requirement, options, require_effect
+from rwkv.config.schema import PATH, TEXT, free_text_kind, is_met, missing_requirement, options, require_effect
 from rwkv.config.serve import ServeConfig
 from rwkv.config.train import (
     EIGHT_BITS,

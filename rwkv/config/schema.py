@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,11 +109,16 @@ def missing_requirement(config: "DataclassInstance", key: str) -> str | None:
         return None
     required, *allowed = needs
     value = operator.attrgetter(required)(config)
-    if not allowed and value is None:
-        return f"{key} requires {required}=: omit {key}, or set {required}="
-    if not allowed or value in allowed:
+    if is_met(allowed, value):
         return None
+    if not allowed:
+        return f"{key} requires {required}=: omit {key}, or set {required}="
     group, _, name = required.rpartition(".")
     switch = group if name in ("name", "method") else required        # data.name is set by data=, tune.method by tune=
     value, *allowed = (str(each).lower() if isinstance(each, bool) else each for each in (value, *allowed))
     return f"{key} requires {switch}={' or '.join(allowed)}; got {switch}={value}: omit {key}, or set {switch}={allowed[0]}"
+
+
+def is_met(allowed: Sequence[object], value: object) -> bool:
+    """Returns True if a required option's value is one of `allowed` or, if none are listed, is not None."""
+    return value in allowed if allowed else value is not None

@@ -29,6 +29,7 @@ from rwkv.errors import CheckpointError
 
 EXTRA = "pip install huggingface_hub"
 MAIN = "main"
+FAILURES = (OSError, json.JSONDecodeError, UnicodeEncodeError)           # in addition to the HTTP library's errors
 UNAUTHORIZED = 401                       # the HTTP status for a wrong token
 SHOWN = 4                                # an error message lists at most this many names
 CARD = "README.md"
@@ -190,7 +191,7 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
     except errors.RevisionNotFoundError:
         raise CheckpointError(f"{name.repository} has no revision {name.revision!r}: name a branch, a tag or a full commit "
                               "hash, or omit the revision to use main") from None
-    except (*errors.HfHubHTTPError.__bases__, OSError, json.JSONDecodeError, UnicodeEncodeError) as error:     # first: HTTP
+    except (*errors.HfHubHTTPError.__bases__, *FAILURES) as error:
         reason = _cause(hub, error) or f"{hub.constants.ENDPOINT} cannot be reached ({_first_line(error)})"
         return _cached_contents(hub, name, noun, reason)
     return Contents(info.sha, {file.rfilename: file.size for file in info.siblings})
@@ -362,7 +363,7 @@ def _download(hub: ModuleType, name: Name, folder: Path, files: list[str]) -> No
     try:
         for file in files:
             hub.hf_hub_download(name.repository, file, revision=name.revision, library_name="timemix")
-    except (*errors.HfHubHTTPError.__bases__, OSError, errors.EntryNotFoundError) as error:
+    except (*errors.HfHubHTTPError.__bases__, *FAILURES, errors.EntryNotFoundError) as error:
         if cause := _cause(hub, error):
             raise CheckpointError(f"{name} cannot be downloaded, because {cause}") from None
         raise CheckpointError(f"the download of {name} was interrupted ({_first_line(error)}): repeat the command to continue "

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from rwkv.config import TrainConfig
+from rwkv.config import TrainConfig, is_met
 from rwkv.config import options as options_of
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
@@ -224,7 +224,7 @@ def _has_effect(config: JsonObject, key: str) -> bool:
     if not needs or needs[0] not in config:
         return True
     required, *allowed = needs
-    return config[required] in allowed if allowed else config[required] is not None
+    return is_met(allowed, config[required])
 
 
 def flatten(config: Mapping[str, object], prefix: str = "") -> JsonObject:

@@ -82,7 +82,7 @@ def _bind(config: ServeConfig) -> socket.socket:
             hint = ". host= must be an IP address or a host name, without brackets, a port or http://"
         elif error.errno == errno.EADDRINUSE:
             hint = ". Set port= to another port, or to 0 for any free port"
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen on {config.host} port {config.port}: {reason}{hint}") from None
     return listener
 

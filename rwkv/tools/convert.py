@@ -211,8 +211,8 @@ def _parser() -> Parser:
                         "model's results on the text's first 8,192 tokens change least; loses about half as much as int4 "
                         "without a text, in about 4.6 bits per weight instead of 5; takes minutes for a large model; requires "
                         "--dtype int4 and .safetensors")
-    parser.add_argument("--by-input", action="store_true", help="store ffn.value transposed, for faster decoding on a CPU; "
-                        "requires --dtype bfloat16 and .safetensors; only this project reads such files")
+    parser.add_argument("--by-input", action="store_true", help="store ffn.value transposed, as in int8, for faster "
+                        "decoding on a CPU; requires --dtype bfloat16 and .safetensors; only this project reads such files")
     parser.add_argument("--format", choices=formats.names(), help="default: from OUT's suffix")
     parser.add_argument("--layout", choices=formats.LAYOUTS, metavar="LAYOUT", help="layout of a Hugging Face directory "
                         f"of RWKV-7: {', '.join(formats.LAYOUTS)}; default: fla")

@@ -144,10 +144,11 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
             is_learnt = all(any(flag for _, flag in parts) for parts in texts)
             place = Placement(False, False, False)
             if is_learnt:
+                learnt += 1
                 place = splitter.place(*(fingerprint(text for text, _ in parts) for parts in texts))
-            learnt += is_learnt
-            others += not is_learnt
-            first_omitted = first_omitted or ("" if is_learnt else where)
+            else:
+                others += 1
+                first_omitted = first_omitted or where
             for parts in texts:
                 marked = parts if is_learnt else [(text, False) for text, _ in parts]
                 pending.append(Conversation(marked, where=where, weight=weight, **place._asdict()))

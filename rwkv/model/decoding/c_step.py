@@ -290,12 +290,11 @@ class Builder:
         """Returns the struct of a linear layer with weights in any format."""
         if isinstance(layer, PACKED):
             packed = layer.packed
-            weight, scale, shift = (*packed, None, None)[:3]
-            levels, offset, by_input = 0, 0, False
-            if isinstance(packed, Int8):
-                levels, offset, by_input = packed.rounding.steps, packed.rounding.offset, packed.by_input
-            return Matrix(KINDS[packed.format], layer.out_features, packed.K, weight.T if by_input else weight.contiguous(),
-                          scale, shift, levels, offset, SPARSE_BY_INPUT if by_input else DENSE_BY_OUTPUT)
+            scale, shift = (*(part.contiguous() for part in [*packed][1:]), None, None)[:2]
+            levels, offset = (packed.rounding.steps, packed.rounding.offset) if isinstance(packed, Int8) else (0, 0)
+            order = SPARSE_BY_INPUT if packed.by_input else DENSE_BY_OUTPUT
+            return Matrix(KINDS[packed.format], layer.out_features, packed.K, packed.stored, scale, shift, levels, offset,
+                          order)
         linear = cast(nn.Linear, layer)
         copy = self._copies.get(id(linear.weight))
         if copy is not None:
