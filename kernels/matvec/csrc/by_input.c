@@ -7,6 +7,7 @@
 #include "tile.h"
 
 enum {
+    LINE = 64,                           // bytes of a cache line, for prefetching
     QUAD = 4,                            // inputs whose products are added up by one instruction
     OUTPUTS = 4 * WIDE,                  // outputs of a group, whose weights for one input fill a vector
     GROUP_VECTORS = 4,                   // vectors of a group's sums
@@ -15,6 +16,8 @@ enum {
     CHUNK = 512,                         // few rows: inputs of which the nonzero ones are collected at a time
     BLOCK_QUADS = 4,                     // few rows: quads multiplied for all outputs of a tile before the next ones
     MANY_ROWS = 64,                      // many rows: rows multiplied by the same interleaved weights
+    MANY_OUTPUTS = 128,                  // many rows: outputs of a tile, so that whole cache lines of weights are used
+    MANY_GROUPS = MANY_OUTPUTS / OUTPUTS,
     MANY_QUADS = 64,                     // many rows: quads whose interleaved weights stay in L1
 #ifdef __AVX512F__
     TOGETHER = 6,                        // rows whose sums are in registers at the same time
@@ -25,15 +28,14 @@ enum {
 
 typedef wide_ints group_sums[GROUP_VECTORS];
 
-// Indices of nonzero inputs, and these inputs of each row. The last quad is padded with zeros.
+// Offsets of the weights of nonzero inputs, and these inputs of each row. The last quad is padded with zeros.
 struct nonzero_quads {
-    int64_t quads;
-    int32_t indices[CHUNK + BLOCK_QUADS * QUAD];
+    int64_t quads, offsets[CHUNK + BLOCK_QUADS * QUAD];
     uint8_t x[FEW_ROWS][CHUNK];
 };
 
 // Collects inputs k to end - 1 that are nonzero in any of the rows. end - k is a multiple of 8.
-static void find_nonzero_quads(const struct product *p, int64_t first, int64_t rows, int64_t k, int64_t end,
+static void find_nonzero_quads(const struct product *p, int64_t N, int64_t first, int64_t rows, int64_t k, int64_t end,
                                struct nonzero_quads *nonzero) {
     const uint8_t *q = p->q + first * p->q_row;
     int64_t n = 0;
@@ -46,13 +48,13 @@ static void find_nonzero_quads(const struct product *p, int64_t first, int64_t r
         while (any) {
             int byte = __builtin_ctzll(any) / 8;
             any &= ~((uint64_t)255 << 8 * byte);
-            nonzero->indices[n] = (int32_t)(k + byte);
+            nonzero->offsets[n] = (k + byte) * N;
             for (int64_t i = 0; i < rows; i++) nonzero->x[i][n] = q[i * p->q_row + k + byte];
             n++;
         }
     }
-    int32_t last = n ? nonzero->indices[n - 1] : 0;
-    for (int64_t i = n; i < n + BLOCK_QUADS * QUAD + QUAD - 1 && i < CHUNK + BLOCK_QUADS * QUAD; i++) nonzero->indices[i] = last;
+    int64_t last = n ? nonzero->offsets[n - 1] : 0;
+    for (int64_t i = n; i < n + BLOCK_QUADS * QUAD + QUAD - 1 && i < CHUNK + BLOCK_QUADS * QUAD; i++) nonzero->offsets[i] = last;
     for (; n % QUAD; n++)
         for (int64_t i = 0; i < rows; i++) nonzero->x[i][n] = 0;
     nonzero->quads = n / QUAD;
@@ -82,15 +84,11 @@ INLINE void interleave(const bytes *w, bytes *quads) {
 
 typedef bytes quad_weights[GROUP_VECTORS];
 
-// Loads and interleaves the weights of the quads of inputs indices[0], indices[1], ..., and prefetches those of the next ones. w:
-// the group's first output; width: outputs from there on.
-INLINE void load_sparse(const int8_t *w, int64_t N, int64_t width, const int32_t *indices, int64_t quads, quad_weights *weights) {
+// Loads and interleaves the weights of quads of inputs for a group of outputs, of which `width` exist. w: the first output.
+INLINE void load_sparse(const int8_t *w, int64_t width, const int64_t *offsets, int64_t quads, quad_weights *weights) {
     for (int64_t quad = 0; quad < quads; quad++) {
         bytes rows[QUAD];
-        UNROLL for (int i = 0; i < QUAD; i++) {
-            __builtin_prefetch(w + indices[(BLOCK_QUADS + quad) * QUAD + i] * N, 0, 2);
-            rows[i] = load_bytes(w + indices[quad * QUAD + i] * N, width);
-        }
+        UNROLL for (int i = 0; i < QUAD; i++) rows[i] = load_bytes(w + offsets[quad * QUAD + i], width);
         interleave(rows, weights[quad]);
     }
 }
@@ -151,13 +149,17 @@ static void few_rows(const struct product *p, int64_t N, int64_t first, int64_t 
     struct nonzero_quads nonzero;
     memset(sums, 0, (size_t)(rows * GROUPS) * sizeof sums[0]);
     for (int64_t k = 0; k < p->K; k += CHUNK) {
-        find_nonzero_quads(p, first, rows, k, smaller(k + CHUNK, p->K), &nonzero);
+        find_nonzero_quads(p, N, first, rows, k, smaller(k + CHUNK, p->K), &nonzero);
         for (int64_t quad = 0; quad < nonzero.quads; quad += BLOCK_QUADS) {
             int64_t quads = smaller(BLOCK_QUADS, nonzero.quads - quad);
             for (int64_t g = 0; g * OUTPUTS < width; g++) {
                 quad_weights weights[BLOCK_QUADS];
-                load_sparse((const int8_t *)p->w + n + g * OUTPUTS, N, width - g * OUTPUTS, nonzero.indices + quad * QUAD, quads,
-                            weights);
+                const int8_t *w = (const int8_t *)p->w + n + g * OUTPUTS;
+                const int64_t *offsets = nonzero.offsets + quad * QUAD;
+                if (g * OUTPUTS % LINE == 0)
+                    for (int64_t i = 0; i < quads * QUAD; i++) __builtin_prefetch(w + offsets[BLOCK_QUADS * QUAD + i], 0, 2);
+                if (width - g * OUTPUTS >= OUTPUTS) load_sparse(w, OUTPUTS, offsets, quads, weights);
+                else load_sparse(w, width - g * OUTPUTS, offsets, quads, weights);
                 add_products_of_rows(rows, (const quad_weights *)weights, quads, nonzero.x[0] + quad * QUAD, CHUNK, sums + g,
                                      GROUPS);
             }
@@ -167,20 +169,27 @@ static void few_rows(const struct product *p, int64_t N, int64_t first, int64_t 
 }
 
 static void many_rows(const struct product *p, int64_t N, int64_t first, int64_t rows, int64_t n, int64_t width) {
-    group_sums sums[MANY_ROWS];
+    group_sums sums[MANY_ROWS * MANY_GROUPS];
     quad_weights weights[MANY_QUADS];
-    memset(sums, 0, (size_t)rows * sizeof sums[0]);
+    memset(sums, 0, (size_t)(rows * MANY_GROUPS) * sizeof sums[0]);
     for (int64_t k = 0; k < p->K; k += MANY_QUADS * QUAD) {
         int64_t quads = smaller(MANY_QUADS, (p->K - k) / QUAD);
-        load_dense((const int8_t *)p->w + k * N + n, N, width, quads, weights);
-        add_products_of_rows(rows, (const quad_weights *)weights, quads, p->q + first * p->q_row + k, p->q_row, sums, 1);
+        for (int64_t g = 0; g * OUTPUTS < width; g++) {
+            const int8_t *w = (const int8_t *)p->w + k * N + n + g * OUTPUTS;
+            if (g * OUTPUTS % LINE == 0)
+                for (int64_t i = 0; i < quads * QUAD; i++) __builtin_prefetch(w + (quads * QUAD + i) * N, 0, 2);
+            if (width - g * OUTPUTS >= OUTPUTS) load_dense(w, N, OUTPUTS, quads, weights);
+            else load_dense(w, N, width - g * OUTPUTS, quads, weights);
+            add_products_of_rows(rows, (const quad_weights *)weights, quads, p->q + first * p->q_row + k, p->q_row, sums + g,
+                                 MANY_GROUPS);
+        }
     }
-    write_outputs(p, first, rows, n, width, (const group_sums *)sums, 1);
+    write_outputs(p, first, rows, n, width, (const group_sums *)sums, MANY_GROUPS);
 }
 
 void matmul_int8_by_input(const struct product *p, int64_t N, int64_t begin, int64_t end) {
     int is_few = p->R <= FEW_ROWS;
-    int64_t outputs = is_few ? SPARSE_TILE : OUTPUTS, most_rows = is_few ? FEW_ROWS : MANY_ROWS;
+    int64_t outputs = is_few ? SPARSE_TILE : MANY_OUTPUTS, most_rows = is_few ? FEW_ROWS : MANY_ROWS;
     for (int64_t n = begin; n < end; n += outputs)
         for (int64_t first = 0; first < p->R; first += most_rows)
             (is_few ? few_rows : many_rows)(p, N, first, smaller(most_rows, p->R - first), n, smaller(outputs, end - n));
