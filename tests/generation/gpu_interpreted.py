@@ -394,10 +394,10 @@ def texts(model: RWKV, n: int = 5) -> list[tuple[str, str | None]]:
     engine = Engine(model, ByteTokenizer())
     options = [Sampling(), Sampling(temperature=0), Sampling(top_k=5, top_p=0.8, presence_penalty=0.5, penalty_decay=0.9),
                Sampling(logit_bias={65: 3.0}, banned=(66,)), Sampling(min_p=0.1, temperature=0.7)]
-    rows = [engine.add(Request(f"prompt {i}", i, StoppingCriteria(LENGTHS[i]), options[i])) for i in range(2)]
+    rows = [engine.add(Request(f"p{i}", i, StoppingCriteria(LENGTHS[i]), options[i])) for i in range(2)]
     for step in range(20):
         if step == 2:
-            rows += [engine.add(Request(f"prompt {i}", i, StoppingCriteria(LENGTHS[i]), options[i], n_logprobs=1))
+            rows += [engine.add(Request(f"p{i}", i, StoppingCriteria(LENGTHS[i]), options[i], n_logprobs=1))
                      for i in range(2, n)]
         if step == 4:
             rows[3].cancel()
