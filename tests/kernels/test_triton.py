@@ -112,7 +112,9 @@ def test_every_kernel_compiles(cubins: Cubins) -> None:
     constants = {"convolve": 6, "correlate": 2, "forward": widths, "backward": widths,
                  "softmax": 3, "gradient": 3, "softmax_in_blocks": 1, "gradient_in_blocks": 1,
                  "recurrence": 4, "rows": 2, "keys": 2, "prepare": 4, "scan": 6, "gradients": 2}
-    assert {name: kernels.count(name) for name in set(kernels)} == (dict.fromkeys(constants, 1) if once else constants)
+    if once:
+        constants = dict.fromkeys(constants.keys() - {"backward"}, 1)        # make soak compiles that one, in ten seconds
+    assert {name: kernels.count(name) for name in set(kernels)} == constants
 
 
 def test_registers_and_shared_memory_suffice(cubins: Cubins) -> None:
