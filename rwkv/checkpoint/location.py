@@ -11,10 +11,12 @@ from rwkv.config import LATEST
 from rwkv.errors import CheckpointError
 from rwkv.io import hub
 from rwkv.io.lines import counted
+from rwkv.io.utf8 import read_bytes
 
 ADAPTER = hub.ADAPTER_CONFIG             # the file that marks a PEFT directory
 WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # a file with one of these suffixes contains weights
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(?:safetensors|bin)")       # the name of one shard of a Hugging Face directory
+LONGEST_PATH = 4096                      # bytes: a longer file called latest contains no path
 SIMILAR = 0.85                           # a hint names a file whose name is at least this similar, from 0 to 1
 FOLDER = "checkpoints"                   # the folder of a run's checkpoints, in the run's directory
 LAST = Path(FOLDER) / "last.ckpt"
@@ -89,11 +91,17 @@ def follow(path: Path) -> Path:
     """Returns the run that runs/latest points to, and any other path unchanged.
 
     runs/latest is a link, or a file with the run's name if the user may not create links. If that run no longer exists, the
-    most recently trained run in the folder is used instead, and a line on standard error says so.
+    most recently trained run in the folder is used instead, and a line on standard error says so. A file called latest that
+    does not contain a path is itself the checkpoint.
     """
     if path.name != LATEST.name:
         return path
-    target = path.parent / path.read_text(encoding="utf-8").strip() if path.is_file() else path
+    target = path
+    if path.is_file():
+        name = _only_line(path)
+        if name is None:
+            return path
+        target = path.parent / name
     if target.exists():
         return target
     newest = _newest_run(path.parent)
@@ -101,6 +109,15 @@ def follow(path: Path) -> Path:
         return path
     _report_replacement(path, newest)
     return newest
+
+
+def _only_line(file: Path) -> str | None:
+    """Returns the line of text in a file of one line, or None for any other content."""
+    content = read_bytes(file, str(file), most=LONGEST_PATH)
+    with suppress(UnicodeDecodeError):
+        line = content.decode().strip()
+        return line if line and line.isprintable() and len(content) < LONGEST_PATH else None
+    return None
 
 
 def _newest_run(folder: Path) -> Path | None:

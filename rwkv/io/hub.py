@@ -220,7 +220,7 @@ def _cached_contents(hub: ModuleType, name: Name, noun: str, reason: str) -> Con
     snapshots = _snapshots_folder(hub, name.repository)
     revision = name.revision or MAIN
     ref = snapshots.parent / "refs" / revision
-    commit = ref.read_text().strip() if ref.is_file() else revision
+    commit = _commit_of(ref) if ref.is_file() else revision
     folder = snapshots / commit
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     if not files:
@@ -374,6 +374,11 @@ def _download(hub: ModuleType, name: Name, folder: Path, files: list[str]) -> No
                               "continue the download")
 
 
+def _commit_of(ref: Path) -> str:
+    """Returns the commit that a file in refs/ names. Another program's file there, such as .DS_Store, names none."""
+    return ref.read_text(encoding="ascii", errors="replace").strip()
+
+
 def _snapshots_folder(hub: ModuleType, repository: str) -> Path:
     return Path(hub.constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots"
 
@@ -404,7 +409,7 @@ def cached_models() -> list[Cached]:
     models = []
     for snapshots in sorted(Path(hub.constants.HF_HUB_CACHE).glob("models--*/snapshots")):
         refs = snapshots.parent / "refs"
-        revisions = {ref.read_text().strip(): ref.relative_to(refs).as_posix() for ref in refs.rglob("*") if ref.is_file()}
+        revisions = {_commit_of(ref): ref.relative_to(refs).as_posix() for ref in refs.rglob("*") if ref.is_file()}
         for folder in sorted(path for path in snapshots.iterdir() if path.is_dir()):
             revision = revisions.get(folder.name, folder.name)
             name = Name(snapshots.parent.name.removeprefix("models--").replace("--", "/", 1), "", None,

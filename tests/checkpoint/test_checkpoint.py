@@ -175,6 +175,14 @@ def test_a_latest_run_that_is_gone_is_named_where_there_is_no_other(tmp_path: Pa
         locate(tmp_path / "latest")
 
 
+@pytest.mark.parametrize("content", [b"\x93NUMPY\0", b"GGUF\x03\0\0\0", b"", b"\xff\xfe", b"one\ntwo\n", b"a" * 5000])
+def test_a_file_called_latest_that_contains_no_path_is_itself_the_checkpoint(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "latest").write_bytes(content)
+    assert locate(tmp_path / "latest") == tmp_path / "latest"
+    with pytest.raises(CheckpointError, match="latest"):
+        read_checkpoint(tmp_path / "latest")
+
+
 # Files that are no checkpoints
 
 

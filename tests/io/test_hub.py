@@ -8,7 +8,7 @@ import pytest
 from hub_server import HubServer, Repository, environment, hub_server, python
 
 from rwkv.errors import CheckpointError
-from rwkv.io.hub import Contents, Name, choose, contents_of, local, model_paths, parse
+from rwkv.io.hub import Contents, Name, cached_models, choose, contents_of, local, model_paths, parse
 
 INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}).encode()
 REPOSITORIES = {
@@ -222,6 +222,17 @@ def test_a_cache_without_the_branch_names_its_commits(tmp_path: Path, monkeypatc
     assert "b" * 40 not in str(error.value)
     with pytest.raises(CheckpointError, match="does not contain"):
         contents_of(Name("org/other"))
+
+
+def test_another_programs_file_among_the_refs_of_the_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--org--one"
+    for file, content in (("snapshots/" + "a" * 40 + "/model.pth", b"12"), ("refs/main", b"a" * 40),
+                          ("refs/.DS_Store", b"\0\0\0\1Bud1\xff")):
+        (repository / file).parent.mkdir(parents=True, exist_ok=True)
+        (repository / file).write_bytes(content)
+    assert [(each.name, each.size) for each in cached_models()] == [(Name("org/one", "model.pth"), 2)]
 
 
 def test_what_the_hub_does_not_have_is_one_sentence(server: HubServer, tmp_path: Path) -> None:
