@@ -13,11 +13,11 @@ rounds inputs with a sign to 8; otherwise both round alike. All else is computed
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, cached_property
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,46 @@ def matvec_for(format: str) -> MatVec:
     return matvec
 
 
-class Int8Linear(nn.Module):
+class _WithPackedWeight(nn.Module):
+    """Base class of modules with a packed weight, whose tensors state_dict() contains by the names of a .safetensors file.
+
+    These names are NAME, NAME.scale and NAME.shift (rwkv/checkpoint/formats/_packed.py).
+    """
+
+    packed: Any                          # a Packed
+
+    def _get_packed(self) -> Packed:
+        return self.packed
+
+    def _set_packed(self, packed: Packed) -> None:
+        self.packed = packed
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.update(_named_tensors(self._get_packed(), prefix))
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, local_metadata: Mapping[str, object],
+                              strict: bool, missing_keys: list[str], unexpected_keys: list[str],
+                              error_msgs: list[str]) -> None:
+        packed = self._get_packed()
+        own = _named_tensors(packed, prefix)
+        missing_keys += [name for name in own if name not in state_dict]
+        unexpected_keys += [name for name in state_dict if name.startswith(prefix) and name not in own]
+        loaded = {name: state_dict[name] for name in own if name in state_dict}
+        wrong = [name for name, tensor in loaded.items() if (tensor.shape, tensor.dtype) != (own[name].shape, own[name].dtype)]
+        error_msgs += [f"{name} must be {own[name].dtype} {tuple(own[name].shape)}, as in a model in {packed.format}; got "
+                       f"{loaded[name].dtype} {tuple(loaded[name].shape)}" for name in wrong]
+        if len(loaded) == len(own) and not wrong:        # new tensors, because the old ones may be a file mapped into memory
+            tensors = iter(loaded.values())
+            self._set_packed(packed.map(lambda tensor: torch.empty_like(tensor).copy_(next(tensors))))
+
+
+def _named_tensors(packed: Packed, prefix: str) -> dict[str, Tensor]:
+    names = (f"{prefix}weight" if field.name == "weight" else f"{prefix}weight.{field.name}" for field in fields(packed))
+    return dict(zip(names, packed, strict=False))        # the first fields are the tensors
+
+
+class Int8Linear(_WithPackedWeight):
     """A linear layer without a bias, with an int8 weight: x (...,K) -> (...,N) in the dtype of x, or float32 under autocast.
 
     Products are in float32. The C kernel reads the weight in place, row-major, or by input if no input is negative. FBGEMM is
@@ -117,6 +156,15 @@ class Int8Linear(nn.Module):
         product: Callable[[Tensor], Tensor] = load("matvec", IN_C).int8_product(self.packed)
         return product
 
+    def _get_packed(self) -> Packed:
+        return self.weight_for_c()
+
+    def _set_packed(self, packed: Packed) -> None:
+        self.packed = cast(Int8, packed)
+        self._for_c = [self.packed]
+        for name in ("_fbgemm_weight", "_c_product"):
+            vars(self).pop(name, None)
+
     def weight_for_c(self) -> Int8:
         """Returns the weight that kernels/matvec reads, as a new copy if only FBGEMM's copy is in memory."""
         return self._for_c[0] if self._for_c else Int8(*fbgemm.unpack_weight(self._fbgemm_weight), *self.rounding)
@@ -174,7 +222,7 @@ def _rows_per_block(weight: Tensor, K: int) -> int:
     return max(1, (UNPACKED_ON_GPU if weight.is_cuda else UNPACKED) // K)
 
 
-class _PackedWeight(nn.Module):
+class _PackedWeight(_WithPackedWeight):
     """Base class of linear layers without a bias, with a packed weight W (N,K). Subclasses add forward_rows and row_blocks."""
 
     def __init__(self, packed: Packed) -> None:
@@ -323,7 +371,7 @@ class BlockLinear(_PackedWeight):
         return (matvec.dense(part, torch.float32).to(dtype) for part in self._packed_blocks())
 
 
-class BlockEmbedding(nn.Module):
+class BlockEmbedding(_WithPackedWeight):
     """An embedding (V,C) in GGUF's blocks: tokens (...) int64 -> (...,C) float32. Only the tokens' rows are unpacked."""
 
     def __init__(self, packed: Blocks) -> None:

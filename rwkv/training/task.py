@@ -15,6 +15,7 @@ packed into rows.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import lightning
 import torch
@@ -237,11 +238,14 @@ class LanguageModel(lightning.LightningModule):
             if self.device.type != "cpu" or not norm <= gradient_clip_val:       # a GPU comparison would synchronise
                 torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
 
+    def state_dict(self, *args: Any, **options: Any) -> StateDict:       # type: ignore[override]
+        """Returns the weights, without frozen ones, which are in the file of init_from=."""
+        if self.tuned:
+            return {name: parameter.detach() for name, parameter in self.named_parameters() if parameter.requires_grad}
+        return super().state_dict(*args, **options)
+
     def on_save_checkpoint(self, checkpoint: StateDict) -> None:
         checkpoint[ENTRY] = self.entry
-        if self.tuned:                   # the file of init_from= holds the frozen weights
-            checkpoint["state_dict"] = {name: parameter.detach() for name, parameter in self.named_parameters()
-                                        if parameter.requires_grad}
         carried = self.carried.state_dict()
         if carried:
             checkpoint[CARRIED] = carried

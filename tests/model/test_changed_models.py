@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,28 @@ def test_a_quantised_model_computes_in_the_dtype_of_its_other_weights(dtype: tor
     assert logits.dtype == dtype
     torch.testing.assert_close(logits.float(), before, rtol=0, atol=0.3 * float(before.std()))
     assert len(generate_batch(model, BYTES, ["a"], max_new_tokens=4, banned=[0])[0].tokens) == 4
+
+
+@each_generation
+@pytest.mark.parametrize("format", ["int8", "int4", "q8_0"])
+@torch.no_grad()
+def test_the_state_dict_of_a_quantised_model_has_its_matrices(tmp_path: Path, format: str, generation: str) -> None:
+    model, tokens = in_format(frozen(generation), format), torch.tensor([[5, 70, 2, 9]])
+    other = in_format(frozen(generation, seed=1), format)
+    assert len(generate_batch(other, BYTES, ["a"], max_new_tokens=4)[0].tokens) == 4         # the products are in use
+    torch.save(model.state_dict(), tmp_path / "state_dict.pt")
+    loaded = torch.load(tmp_path / "state_dict.pt", weights_only=True)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.att\.key\.weight"):
+        small_model("reference", vocab_size=256, generation=generation, n_embd=64, n_ffn=96).load_state_dict(loaded)
+    for wrong in ({"head.weight": loaded["head.weight"][1:]}, {"head.weight.zero": torch.zeros(1)}):
+        with pytest.raises(RuntimeError, match=r"head\.weight"):
+            other.load_state_dict(loaded | wrong)
+    del (missing := dict(loaded))["head.weight"]
+    with pytest.raises(RuntimeError, match=r"head\.weight"):
+        other.load_state_dict(missing)
+    other.load_state_dict(loaded)
+    assert torch.equal(other(tokens)[0], model(tokens)[0])
+    assert_decodes(other)
 
 
 def on_meta(model: RWKV) -> None:
