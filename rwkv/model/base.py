@@ -236,6 +236,7 @@ class Model(nn.Module):
         one_thread_in_forks()
         self.config, self.operator = config, operator
         self.fingerprint_before: str | None = None       # the fingerprint before quantising or merging
+        self.unrounded: dict[str, str] = {}              # the fingerprint of weights in float16 -> that before rounding
         self.decoding_step = CachedFromWeights()         # the cached CStep or GpuStep
         self.returns_free_memory = False                 # true if training returns free memory after each block
         self.weight_cache: WeightCache | None = None     # the rounded weights, for training in half precision
@@ -374,9 +375,23 @@ class Model(nn.Module):
         return self.head(hidden[:, -1]), state
 
     def fingerprint(self) -> str:
-        """Returns the hash that identifies the model (the function `fingerprint`). Quantising and merging do not change it."""
+        """Returns the hash that identifies the model (the function `fingerprint`).
+
+        Quantising, merging and rounding to float16 do not change it.
+        """
         if self.fingerprint_before is not None:
             return self.fingerprint_before
         blocks = {f"{name}.weight": module.packed for name, module in self.named_modules()
                   if isinstance(getattr(module, "packed", None), Blocks)}
-        return fingerprint(self.generation, {**self.state_dict(), **blocks})
+        value = fingerprint(self.generation, {**self.state_dict(), **blocks})
+        return self.unrounded.get(value, value)
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Changes the weights' device or dtype. Float16 would change the fingerprint, which rounds to bfloat16."""
+        weight = self.ln_out.weight      # unlike the embedding, it is never quantised
+        rounds = not weight.is_meta and function(weight.new_empty(0)).dtype == torch.float16 != weight.dtype
+        before = self.fingerprint() if rounds else None
+        super()._apply(function, recurse)
+        if before is not None:
+            self.unrounded[self.fingerprint()] = before
+        return self

@@ -1,5 +1,6 @@
 """Tests of saved states: a file gives back what was saved, for its own model and tokenizer only."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from models import each_generation, small_model
 from safetensors.torch import load, save
 
+from rwkv.checkpoint.files import read_checkpoint
 from rwkv.errors import UserError
 from rwkv.generation.prefill import prefill
 from rwkv.generation.state_files import CHECKSUM, load_context, metadata_of, save_context
@@ -36,7 +38,7 @@ def test_a_context_comes_back_to_the_bit(tmp_path: Path, generation: str) -> Non
 
 
 @each_generation
-def test_the_hash_is_of_the_weights_whatever_their_dtype(generation: str) -> None:
+def test_the_hash_is_of_the_weights_whatever_their_dtype(tmp_path: Path, generation: str) -> None:
     def model_of(seed: int = 0) -> RWKV:
         return small_model(vocab_size=256, seed=seed, generation=generation)
 
@@ -44,6 +46,15 @@ def test_the_hash_is_of_the_weights_whatever_their_dtype(generation: str) -> Non
     whole = model.fingerprint()
     assert model_of(seed=1).fingerprint() != whole
     assert model_of().bfloat16().fingerprint() == whole
+    half = model_of().half()
+    assert half.fingerprint() == copy.deepcopy(half).float().fingerprint() == whole
+    with torch.no_grad():
+        half.blocks[1].att.key.weight.add_(0.01)
+    assert half.fingerprint() != whole
+    path = tmp_path / "model.safetensors"
+    model.save_pretrained(path)
+    checkpoint = read_checkpoint(path)
+    assert RWKV.from_checkpoint(checkpoint, model.operator, "cpu", "float16").fingerprint() == whole
     assert to_int8(model_of().requires_grad_(False)).fingerprint() == whole
     with torch.no_grad():
         model.blocks[1].att.key.weight.add_(0.01)
