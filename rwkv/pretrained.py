@@ -422,12 +422,13 @@ def blocks_of(checkpoint: Checkpoint) -> dict[str, Blocks]:
 
 def requantisation_lines(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """Returns a line with the error of requantising a matrix of a quantised file to `dtype`, or [] for other files."""
-    stored = checkpoint.weights.stored[REQUANTISED]
-    if dtype not in PACKED or stored.blocks is None:
+    stored, packed = checkpoint.weights.stored[REQUANTISED], checkpoint.packed.get(REQUANTISED)
+    source = stored.blocks or (packed and packed.format)
+    if dtype not in PACKED or source in (None, dtype):
         return []
     exact = stored.get().float()
     error = (pack(exact, dtype).dense() - exact).norm() / exact.norm()
-    return [f"{dtype} requantises the file's {stored.blocks}: {REQUANTISED} changes by {error:.1%}"]
+    return [f"{dtype} requantises the file's {source}: {REQUANTISED} changes by {error:.1%}"]
 
 
 def adapter_rounding_lines(checkpoint: Checkpoint, dtype: str) -> list[str]:

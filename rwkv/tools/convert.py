@@ -136,6 +136,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     checkpoint = read_checkpoint(source)
     if calibrate is not None:
         _require_unpacked(checkpoint)
+    _warn_of_second_rounding(checkpoint, dtype)
     if lora is not None:
         checkpoint = with_adapter(checkpoint, lora, lora_alpha)
     if tokenizer is not None or end_of_text is not None:
@@ -171,14 +172,22 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
 
 
 def _require_unpacked(checkpoint: "Checkpoint") -> None:
-    """Raises UserError if the weights are packed in int8 or int4; warns if they are quantised in another way."""
+    """Raises UserError if the weights are packed in int8 or int4."""
     if checkpoint.packed:
         dtype = next(iter(checkpoint.packed.values())).dtype
         raise UserError(f"--calibrate requires unpacked weights, but {checkpoint.path} has {dtype} weights: pass the "
                         "checkpoint that this file was converted from")
-    if blocks := sorted({str(tensor.blocks).upper() for tensor in checkpoint.weights.stored.values() if tensor.blocks}):
-        _log(f"WARNING: {checkpoint.path} is quantised ({', '.join(blocks)}), and --calibrate rounds the weights a second "
-             "time. To avoid this, pass the checkpoint that this file was converted from")
+
+
+def _warn_of_second_rounding(checkpoint: "Checkpoint", dtype: str | None) -> None:
+    """Prints a warning if the file's matrices are quantised, and `dtype` quantises them in another way."""
+    from rwkv.pretrained import REQUANTISED
+
+    packed, blocks = checkpoint.packed.get(REQUANTISED), checkpoint.weights.stored[REQUANTISED].blocks
+    source = packed.dtype if packed else blocks and blocks.lower()
+    if source and dtype is not None and dtype in chain(*formats.QUANTISED.values()) and source != dtype:
+        _log(f"WARNING: {checkpoint.path} is quantised ({source}), and {dtype} rounds the weights a second time. To "
+             "avoid this, pass the checkpoint that this file was converted from")
 
 
 def _calibrate(checkpoint: "Checkpoint", text: Path) -> "Checkpoint":

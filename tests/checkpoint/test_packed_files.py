@@ -30,7 +30,7 @@ from rwkv.model.decoding import c_step
 from rwkv.model.decoding.c_step import step_of, why_not
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
 from rwkv.model.weights_watch import WeightsWatch
-from rwkv.pretrained import RWKV, open_checkpoint, resolve_dtype
+from rwkv.pretrained import RWKV, open_checkpoint, requantisation_lines, resolve_dtype
 from rwkv.tools import convert
 
 WIDTHS = {"n_embd": 64, "n_ffn": 96}
@@ -137,6 +137,22 @@ def test_convert_writes_and_reads_it(tmp_path: Path, dtype: str) -> None:
     convert.main([str(tmp_path / "small.safetensors"), str(tmp_path / "large.pth"), "--dtype", "float32"])
     large = read_checkpoint(tmp_path / "large.pth").weights[KEY]
     assert torch.equal(large, round_weight(model.state_dict()[KEY], dtype))
+
+
+@pytest.mark.parametrize(("source", "target"), [("int8", "int4"), ("int4", "int8")])
+def test_a_second_rounding_is_said_and_the_first_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str,
+                                                        target: str) -> None:
+    model, path = write_packed(tmp_path, "rwkv7", source)
+    model.save_pretrained(tmp_path / "exact.safetensors")
+    out = str(tmp_path / "out.safetensors")
+    for file, dtype in ((path, source), (path, "bfloat16"), (tmp_path / "exact.safetensors", target)):
+        convert.main([str(file), out, "--dtype", dtype])
+        assert requantisation_lines(read_checkpoint(file), dtype) == []
+        assert "WARNING" not in capsys.readouterr().err
+    convert.main([str(path), out, "--dtype", target])
+    for line in (capsys.readouterr().err.splitlines()[0], *requantisation_lines(read_checkpoint(path), target)):
+        assert source in line
+        assert target in line
 
 
 def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
