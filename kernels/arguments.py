@@ -47,8 +47,13 @@ def from_home(text: str) -> str:
     return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text        # noqa: PTH111 (Path raises)
 
 
-def path_of(text: str) -> Path:
-    return Path(from_home(text))
+def path_of(name: str | Path) -> Path:
+    """Returns the path that from_home returns. Another call of path_of does not change it.
+
+    Path("./~/x") equals Path("~/x"), so a Path is in the folder ./~ if that exists, and otherwise in the home folder.
+    """
+    path = name if isinstance(name, Path) and Path("~").is_dir() else Path(from_home(str(name)))
+    return path.absolute() if path.parts[:1] == ("~",) else path
 
 
 def at_least(least: int) -> Callable[[str], int]:

@@ -228,7 +228,7 @@ class RWKV(Model):
         if self.origin is not None:
             origin, run = self.origin
             checkpoint = replace(checkpoint, origin=origin, run=run and {**run, "model": asdict(self.config)})
-        write_checkpoint(checkpoint, path_of(str(path)), dtype, format)
+        write_checkpoint(checkpoint, path_of(path), dtype, format)
 
 
 class OpenCheckpoint(NamedTuple):

@@ -19,6 +19,7 @@ from rwkv.generation.engine import Engine
 from rwkv.generation.request import Request
 from rwkv.generation.state_files import load_context, save_context
 from rwkv.generation.stopping import StoppingCriteria
+from rwkv.tools import convert
 
 BYTES = Tokenizer.named("byte")
 MODEL: Any = small_model(vocab_size=256)
@@ -121,6 +122,21 @@ def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "tokenizer.json").write_text(chatml())
     assert Tokenizer.named("~/tokenizer.json").hash == Tokenizer.from_file(Path("~/tokenizer.json")).hash
     assert not [*(tmp_path / "here").iterdir()]
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_folder_called_like_the_home_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    """Path("./~/x") equals Path("~/x")."""
+    monkeypatch.setenv("USERPROFILE" if sys.platform == "win32" else "HOME", str(tmp_path))
+    (tmp_path / "here" / "~").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    MODEL.save_pretrained(kind("./~/model.safetensors"), BYTES)
+    (tmp_path / "here" / "~" / "tokenizer.json").write_text(chatml())
+    assert RWKV.from_pretrained(kind("./~/model.safetensors")).vocab_size == MODEL.vocab_size
+    assert Tokenizer.named(kind("./~/tokenizer.json")).hash == Tokenizer.from_file(kind("./~/tokenizer.json")).hash
+    convert.main(["./~/model.safetensors", "./~/model.pth"])
+    assert len([*(tmp_path / "here" / "~").iterdir()]) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
 def test_a_path_names_a_tokenizer() -> None:

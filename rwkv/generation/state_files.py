@@ -38,7 +38,7 @@ PARTS = ("model", "tokenizer")           # metadata keys: hashes of the model an
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
     """Writes a state file atomically. Raises OSError if the file cannot be written."""
     content = StateFormat.of(model, tokenizer).serialize(context)
-    write_file(path_of(str(path)), lambda file: file.write(content))
+    write_file(path_of(path), lambda file: file.write(content))
 
 
 def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:

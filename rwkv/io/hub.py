@@ -131,7 +131,7 @@ def local(name: str | Path, noun: str = "checkpoint") -> Path:
     and the file is not cached, or if huggingface_hub is not installed.
     """
     download = _fetch_unless_path(name, noun)
-    return path_of(str(name)) if download is None else download.path
+    return path_of(name) if download is None else download.path
 
 
 def fetch(name: str | Path, noun: str = "checkpoint") -> Download:

@@ -212,7 +212,7 @@ class Tokenizer(ABC):
         `end_of_text` and `like` are as in `named`, and `option` is the name of `end_of_text` in error messages.
         """
         require_path("the tokenizer's file", path)
-        path = path_of(str(path))
+        path = path_of(path)
         text = read_text(path, _file_label(path))
         if path.suffix == ".txt":
             return _reject_option(WorldTokenizer(text, str(path)), end_of_text, option)
@@ -232,7 +232,7 @@ class Tokenizer(ABC):
             end_of_text: the name of the token in FILE.json that ends a text; None for the token that the file implies.
             like: the definition of another tokenizer. If both are for the same file, the ends of text of `like` are used.
         """
-        name = str(name) if isinstance(name, Path) else name
+        name = str(path_of(name)) if isinstance(name, Path) else name
         _require_known_name(name, option)
         if name == "byte":
             return _reject_option(ByteTokenizer(), end_of_text, end_option(option))
