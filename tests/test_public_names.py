@@ -75,6 +75,14 @@ def test_other_arguments_of_generate(name: str, value: Any) -> None:
         generate(MODEL, BYTES, **{"prompt": "a", name: value})
 
 
+@pytest.mark.parametrize(("name", "part"), [("max_tokens", r"\bmax_new_tokens\b"), ("temprature", r"\btemperature\b"),
+                                            ("do_sample", r"\bstop_tokens\b.*\btop_k\b")])
+def test_an_unknown_argument_is_named_with_the_function_and_the_known_ones(name: str, part: str) -> None:
+    for function, prompt in ((generate, "a"), (generate_batch, ["a"])):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\).*\b{name}\b.*{part}"):
+            function(MODEL, BYTES, prompt, **{name: 1})          # type: ignore[operator]
+
+
 @pytest.mark.parametrize(("call", "part"), [
     (lambda: RWKV.from_pretrained(None), "path"), (lambda: RWKV.from_pretrained(MODEL), "path"),
     (lambda: RWKV.from_pretrained("model.pth", lora=3), "lora"), (lambda: MODEL.save_pretrained(None), "path"),

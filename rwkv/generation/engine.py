@@ -8,8 +8,10 @@ not on the other rows, the draft or streaming.
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from inspect import signature
 from itertools import chain
 from time import perf_counter
 from typing import Any, cast
@@ -73,8 +75,8 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
     engine = Engine(model, tokenizer, cache, draft)
     warn_of_other_tokenizer(model, tokenizer)
     require_type("prompt", prompt, str, "a string (generate_batch continues a list of prompts)")
-    engine.add_all([Request(prompt, seed, StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling),
-                            grammar=grammar, context=context)])
+    engine.add_all([Request(prompt, seed, StoppingCriteria(max_new_tokens, stop, stop_tokens),
+                            _sampling_of(generate, sampling), grammar=grammar, context=context)])
     return (piece for _, piece in engine if piece)
 
 
@@ -97,7 +99,7 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     if len(prompts) != len(seeds):
         raise UserError(f"seeds must have one seed per prompt, but there are {len(prompts)} prompts and {len(seeds)} seeds")
     stopping = StoppingCriteria(max_new_tokens, stop, stop_tokens)
-    options = Sampling(**sampling)
+    options = _sampling_of(generate_batch, sampling)
     n_logprobs = whole_number("logprobs", logprobs) or None
     engine = Engine(model, tokenizer, cache, draft)
     warn_of_other_tokenizer(model, tokenizer)
@@ -105,6 +107,18 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
                            for prompt, seed in zip(prompts, seeds, strict=True)])
     engine.run()
     return [row.sample for row in rows]
+
+
+def _sampling_of(function: Callable[..., object], options: dict[str, Any]) -> Sampling:
+    """Returns the sampling options, which are keyword arguments of `function`. Raises TypeError if it has no such argument."""
+    fields_of_sampling = [item.name for item in fields(Sampling)]
+    unknown = next((name for name in options if name not in fields_of_sampling), None)
+    if unknown is not None:
+        known = [*signature(function).parameters][:-1] + fields_of_sampling
+        close = get_close_matches(unknown, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"the arguments are {', '.join(known)}"
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {unknown!r}: {hint}")
+    return Sampling(**options)
 
 
 def warn_of_other_tokenizer(model: Model, tokenizer: Tokenizer) -> None:
