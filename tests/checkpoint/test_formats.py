@@ -18,7 +18,7 @@ import pytest
 import tokenizers
 import torch
 from files import NAMES, OFFICIAL, SIZES, as_bytes, each_held, hugging_face_tensors, same_tensors, shard
-from models import small_model, tokens
+from models import small_model, tokens, world_vocabulary
 from refusals import refuses
 from safetensors.torch import load_file, save_file
 from tokenizer_files import chatml, sentencepiece_bpe
@@ -32,7 +32,7 @@ from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, 
 from rwkv.checkpoint.formats import ggmf
 from rwkv.errors import CheckpointError, UserError
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, WorldTokenizer
 from rwkv.tools import convert
 
 ROOT = Path(__file__).parent.parent.parent
@@ -233,6 +233,38 @@ def test_a_directory_says_what_ends_a_text(tmp_path: Path, declared: dict[str, A
     assert new_config["eos_token_id"] == (list(ends) if len(ends) > 1 else ends[0])
     assert tokenizer_of(read_checkpoint(folder), str(folder / "tokenizer.json")).ends == ends
     assert tokenizer_of(read_checkpoint(folder), end_of_text="<s>").ends == (1,)
+
+
+def test_edits_of_the_tokenizer_in_a_written_directory_are_read(tmp_path: Path) -> None:
+    """The weights' file has the tokenizer, too, and is read where nobody has edited the directory's files."""
+    folder = tmp_path / "model"
+    tokenizer = JsonTokenizer(sentencepiece_bpe(), end_of_text="</s>")
+    small_model("reference", tokenizer.vocab_size + 1).save_pretrained(folder, tokenizer)
+    config, written = (json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(json.dumps(written, indent=2))
+    checkpoint = read_checkpoint(folder)
+    assert (checkpoint.notes, checkpoint.tokenizer_hash) == ([], tokenizer.hash)
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, 2]}))
+    checkpoint = read_checkpoint(folder)
+    assert (checkpoint.notes, checkpoint.tokenizer_hash) == ([], tokenizer.hash)
+    assert tokenizer_of(checkpoint).ends == (1, 2)
+    written["added_tokens"].append({**written["added_tokens"][0], "id": tokenizer.vocab_size, "content": "<|im_end|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    checkpoint = read_checkpoint(folder)
+    assert tokenizer_of(checkpoint).special["<|im_end|>"] == tokenizer.vocab_size
+    assert "tokenizer" in checkpoint.notes[0]
+
+
+def test_a_special_token_is_added_to_the_world_vocabulary_of_a_written_directory(tmp_path: Path) -> None:
+    vocabulary = world_vocabulary([b"ab"])
+    world = WorldTokenizer(vocabulary.to_text())
+    free = len(vocabulary.tokens)
+    small_model("reference", world.vocab_size).save_pretrained(tmp_path / "model", world)
+    listed = {str(free): {"content": "<|im_end|>", "special": True}}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    checkpoint = read_checkpoint(tmp_path / "model")
+    assert (checkpoint.notes, checkpoint.tokenizer_hash) == ([], world.hash)
+    assert tokenizer_of(checkpoint).special == {"<|im_end|>": free}
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"])

@@ -87,8 +87,10 @@ def read(path: Path) -> Content:
              *generation.HUGGING_FACE_CONSTANTS, *generation.HUGGING_FACE_FEATURES}
     others = {name: value for name, value in config.items() if name not in known_keys and not name.endswith(UNUSED_ENDS)}
     tokenizer, notes = _tokenizer_definition(folder, config.get("vocab_size"))
-    return replace(content, path=path, declared=declared, tokenizer=tokenizer, tied=config.get("tie_word_embeddings") is True,
-                   notes=[*content.notes, *unknown_key_notes(folder / CONFIG, others), *notes])
+    entry, edits = _entry_with_edits(folder, content.entry, tokenizer)
+    return replace(content, path=path, entry=entry, declared=declared, tokenizer=tokenizer,
+                   tied=config.get("tie_word_embeddings") is True,
+                   notes=[*content.notes, *unknown_key_notes(folder / CONFIG, others), *notes, *edits])
 
 
 def _declared_sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> JsonObject:
@@ -297,6 +299,30 @@ def _tokenizer_definition(folder: Path, vocab_size: object) -> tuple[JsonObject 
     if (folder / WORLD).is_file():
         return _world_definition(folder, _text(folder / WORLD), vocab_size)
     return None, []
+
+
+def _entry_with_edits(folder: Path, entry: JsonObject | None, tokenizer: JsonObject | None
+                      ) -> tuple[JsonObject | None, list[str]]:
+    """Returns the entry `timemix`, without its tokenizer if the files' definition `tokenizer` has been edited, and messages."""
+    own = (entry or {}).get("tokenizer")
+    if entry is None or tokenizer is None or not isinstance(own, dict):
+        return entry, []
+    if not _is_same_vocabulary(tokenizer, own):
+        return {**entry, "tokenizer": None, "tokenizer_hash": None}, [
+            f"the tokenizer in {folder} has changed since the directory was written. The weights were trained with the "
+            "original one, and some token ids may now stand for other texts"]
+    ends, own_ends = tokenizer.get(special.KEY), own.get(special.KEY)
+    stated = next(filter(None, _declared_end_tokens(folder)), [])        # may have an end that declared_ends would leave out
+    is_same = tokenizer.get(SPECIAL) == own.get(SPECIAL) and (ends == own_ends or stated == own_ends)
+    return entry if is_same else {**entry, "tokenizer": None}, []
+
+
+def _is_same_vocabulary(first: JsonObject, second: JsonObject) -> bool:
+    plain = [{key: value for key, value in each.items() if key not in (special.KEY, SPECIAL)} for each in (first, second)]
+    try:
+        return plain[0] == plain[1] or json.loads(first["definition"]) == json.loads(second["definition"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
 
 
 def _world_definition(folder: Path, vocabulary: str, vocab_size: object,
