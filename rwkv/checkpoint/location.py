@@ -15,6 +15,7 @@ from rwkv.io.utf8 import read_bytes
 
 ADAPTER = hub.ADAPTER_CONFIG             # the file that marks a PEFT directory
 WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # a file with one of these suffixes contains weights
+DIRECTORY_SUFFIXES = (".safetensors", ".bin", ".json", ".txt", ".jinja")      # files of a Hugging Face directory
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(?:safetensors|bin)")       # the name of one shard of a Hugging Face directory
 LONGEST_PATH = 4096                      # bytes: a longer file called latest contains no path
 SIMILAR = 0.85                           # a hint names a file whose name is at least this similar, from 0 to 1
@@ -34,6 +35,7 @@ def locate(path: str | Path) -> Path:
     if path.name in hub.DIRECTORY_WEIGHTS and path.is_file():
         path = path.parent if hub.is_directory(path.name, [file.name for file in path.parent.iterdir()]) else path
     last = path / LAST
+    _require_links(path)
     if path.is_dir() and not is_sharded(path) and not any((path / mark).is_file() for mark in hub.MARKS):
         if is_checkpoint(last):
             return last
@@ -44,6 +46,20 @@ def locate(path: str | Path) -> Path:
         raise CheckpointError(f"there is no checkpoint at {path}{_nearest(path)}: expected a file, a Hugging Face directory, a "
                               "run directory of train.py, or a name on the Hub such as ORG/REPO/FILE.pth")
     return path
+
+
+def _require_links(path: Path) -> None:
+    """Raises CheckpointError if the path, or a file of a Hugging Face directory, is a link to a missing file.
+
+    The Hub's cache consists of links, whose targets some ways of copying leave behind.
+    """
+    links = [path]
+    if any((path / mark).is_file() or (path / mark).is_symlink() for mark in hub.MARKS):
+        links = [file for file in sorted(path.iterdir()) if file.suffix in DIRECTORY_SUFFIXES and file.name[0] != "."]
+    broken = next((link for link in links if link.is_symlink() and not link.exists()), None)
+    if broken is not None:
+        raise CheckpointError(f"there is no checkpoint at {path}: {broken.name} is a link to {broken.readlink()}, which does "
+                              "not exist. Copy that file, too, or copy links as files (cp -L)")
 
 
 def _nearest(path: Path) -> str:

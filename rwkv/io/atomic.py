@@ -60,17 +60,25 @@ def append(path: Path, content: bytes) -> None:
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Creates the folder `path`, which write(folder) fills. An old folder is replaced once the new one is complete.
 
-    The new folder has the permissions of the old one.
+    The new folder has the permissions of the old one. In an empty folder, a mount and the current directory, only the content
+    is replaced.
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    stays = path.is_dir() and (not any(path.iterdir()) or path.is_mount() or path in (Path.cwd(), *Path.cwd().parents))
+    temporary = (path if stays else path.parent) / f".{path.name}.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)         # a killed process with the same pid may have left it
     temporary.mkdir()
     try:
         write(temporary)
         sync_folder(temporary)
-        if path.exists():
+        if stays:
+            for old in [entry for entry in path.iterdir() if entry != temporary]:
+                remove(old)
+            for new in [*temporary.iterdir()]:
+                new.rename(path / new.name)
+            sync_folder(path)
+        elif path.exists():
             copy_permissions(path, temporary)
             old = temporary.with_name(f"{temporary.name}.old")
             path.rename(old)

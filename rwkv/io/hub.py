@@ -140,7 +140,7 @@ def fetch(name: str | Path, noun: str = "checkpoint") -> Download:
 
 
 def _fetch_unless_path(name: str | Path, noun: str) -> Download | None:
-    if Path(name).exists() or (parsed := parse(name)) is None:
+    if Path(name).exists() or Path(name).is_symlink() or (parsed := parse(name)) is None:
         return None
     return _fetch(parsed, noun)
 

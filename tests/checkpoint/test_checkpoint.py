@@ -183,6 +183,20 @@ def test_a_file_called_latest_that_contains_no_path_is_itself_the_checkpoint(tmp
         read_checkpoint(tmp_path / "latest")
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer_config.json"])
+def test_a_link_to_a_missing_file_is_named(model: RWKV, tmp_path: Path, file: str) -> None:
+    """As in a copy of the Hub's cache without its blobs."""
+    folder = tmp_path / "org" / "repository"
+    model.save_pretrained(folder)
+    (folder / ".#config.json").symlink_to("editor@host")         # an editor's lock
+    assert locate(folder) == folder
+    (folder / file).unlink(missing_ok=True)
+    (folder / file).symlink_to("../../blobs/abc")
+    for path in (folder, folder / file):
+        with pytest.raises(CheckpointError, match=rf"{file} is a link to \.\./\.\./blobs/abc"):
+            locate(path)
+
+
 # Files that are no checkpoints
 
 

@@ -35,3 +35,33 @@ def test_a_replaced_file_has_the_permissions_of_the_old_one(mode: int, write: Ca
         path.chmod(mode)
     write(path)
     assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("content", [[], ["old", "both"]])
+def test_an_empty_folder_and_the_current_directory_are_filled_and_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                                               content: list[str]) -> None:
+    """A mounted volume cannot be renamed, and a shell would be left in a deleted folder."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name in content:
+        (folder / name).write_text(name)
+    if content:
+        monkeypatch.chdir(folder)
+    before = folder.stat().st_ino
+
+    def fail(new: Path) -> None:
+        (new / "both").touch()
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_folder(folder, fail)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(content)
+
+    def write(new: Path) -> None:
+        for name in ("both", "new"):
+            (new / name).write_text("new")
+
+    write_folder(folder, write)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"both": "new", "new": "new"}
+    assert folder.stat().st_ino == before
+    assert [*tmp_path.iterdir()] == [folder]
