@@ -5,6 +5,8 @@ A compile that takes too long is ended with its process, and the API keys take t
 
 import asyncio
 import multiprocessing
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -81,6 +83,23 @@ def test_a_process_that_was_killed_while_idle_is_started_again() -> None:
         await compilers.check(Grammar.json_schema({"type": "null"}), "a")
 
     with_compilers(work)
+
+
+def test_a_grammar_that_a_busy_machine_did_not_compile_is_compiled_later() -> None:
+    """The process gets no CPU time at all here, so the grammar has not used up its own."""
+    before = {*multiprocessing.active_children()}        # servers that are forked from this process
+
+    async def work(compilers: Compilers) -> None:
+        await compilers.check(SHORT, "a")
+        (process,) = {*multiprocessing.active_children()} - before
+        os.kill(process.pid or 0, signal.SIGSTOP)
+        other = Grammar.json_schema({"type": "null"})
+        with pytest.raises(ApiError) as error:
+            await compilers.check(other, "a")
+        assert (error.value.status, error.value.retry_after is not None) == (503, True)
+        await compilers.check(other, "a")
+
+    with_compilers(work, seconds=0.2)
 
 
 def test_each_key_has_its_turn() -> None:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from time import monotonic
+from time import thread_time
 from typing import NamedTuple
 
 from rwkv.errors import UserError
@@ -30,7 +30,7 @@ SPACE = 'SPACE: /[ \\n]/'                # may stand between a template's "Assis
 REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
 TRIES = 500                              # most schemas checked to locate an error
-PLACE_S = 1.0                            # time limit for locating an error, in seconds
+PLACE_S = 1.0                            # CPU time limit for locating an error, in seconds
 # Allows JSON whose numbers are finite in float64. A number without an exponent has at most 308 digits before the point.
 FINITE_JSON = r"""start: value
 value: object | array | STRING | NUMBER | "true" | "false" | "null"
@@ -209,13 +209,13 @@ def _error_place(schema: Schema, reason: str, where: str) -> str:
     """
     root = schema
     tries = TRIES
-    deadline = monotonic() + PLACE_S
+    deadline = thread_time() + PLACE_S
     narrower = True
     while narrower:
         narrower = False
         for place, sub in nested_schemas(schema):
             tries -= 1
-            if tries < 0 or monotonic() > deadline:
+            if tries < 0 or thread_time() > deadline:
                 return where
             definitions = {key: root[key] for key in DEFINITIONS if key in root and place[0] not in DEFINITIONS}
             if isinstance(sub, Mapping) and _schema_error({**definitions, **sub}) == reason:

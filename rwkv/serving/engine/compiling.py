@@ -1,9 +1,9 @@
 """Compiles each grammar in a separate process before the engine does, so that one client's schema cannot block other clients.
 
 A grammar of a few bytes can take minutes and gigabytes to compile, and only killing the process stops the library. So one of
-PROCESSES processes compiles each grammar first. If the compilation takes longer than SECONDS or needs more memory than MEMORY,
-the server kills the process and refuses the request. Each API key has a queue of grammars. The key with the fewest running
-compilations is next.
+PROCESSES processes compiles each grammar first. If the compilation takes more CPU time than SECONDS or more memory than MEMORY,
+the process ends, and the server rejects the grammar. If the machine is too busy to compile it, the client may send it again.
+Each API key has a queue of grammars. The key with the fewest running compilations is next.
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from hashlib import sha256
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 from rwkv.config import MIB
@@ -31,14 +30,18 @@ from rwkv.serving.log import say
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 PROCESSES = 2
-SECONDS = 5.0                            # time limit for compiling one grammar
+SECONDS = 5.0                            # CPU time limit for compiling one grammar; on Windows, a limit of elapsed time
+BUSY = 1 if sys.platform == "win32" else 12              # elapsed time, in units of the CPU time limit, that ends a compilation
 START_S = 120.0                          # time limit for starting a process
-MAX_CPU_S = 60                           # CPU seconds per grammar after which the system ends a process whose parent has died
+EXIT_S = 5.0                             # time in which a process that has closed its connection exits
 MEMORY = 512 * MIB                       # most memory for compiling, in addition to the process's memory at the start
 MAX_COMPILED = 64 * MIB                  # most memory for a compiled grammar in the engine's process
 MOST_WAITING = 256                       # most grammars in all queues
 MAX_CACHED = 256                         # grammars whose result is cached
 N_WALKS = 12                             # random texts per grammar, to find prefixes that cannot be completed
+# Exit codes of a process that reached its time limit, and of one that something else killed. Windows has only the first case.
+OUT_OF_TIME = None if sys.platform == "win32" else -signal.SIGPROF
+KILLED = None if sys.platform == "win32" else -signal.SIGKILL
 
 
 class Compilers:
@@ -126,7 +129,7 @@ class _Process:
     def reason(self, grammar: Grammar) -> str:
         """Returns the reason why the grammar is refused, or "" for an accepted grammar. Blocks during the compilation.
 
-        Raises ApiError if the process does not start.
+        Raises ApiError if the process does not start, and if the machine is too busy to compile the grammar.
         """
         where = grammar.parts[0].where
         if self._process is not None and not self._process.is_alive():
@@ -137,19 +140,25 @@ class _Process:
             if self._stopped:
                 raise EOFError
             self._connection.send(grammar)
-            if self._connection.poll(self._seconds):
+            if self._connection.poll(self._seconds * BUSY):
                 reason: str = self._connection.recv()
                 return reason
-            reason = f"{where} must compile within {self._seconds:g} seconds: make the grammar smaller or simpler"
         except (EOFError, OSError):
-            reason = f"{where} must compile within {MEMORY // MIB} MiB of memory: make the grammar smaller or simpler"
+            if self._process is not None:
+                self._process.join(EXIT_S)
+        exit_code = self._process and self._process.exitcode             # None while the process compiles
         self.kill()
-        return reason
+        if exit_code == OUT_OF_TIME:
+            return f"{where} must compile within {self._seconds:g} seconds: make the grammar smaller or simpler"
+        if exit_code in (None, KILLED):  # the system kills processes if it lacks memory
+            raise ApiError(503, f"{where} was not compiled, because the server is busy. Try again later", code="compiler_busy",
+                           retry_after=RETRY_AFTER)
+        return f"{where} must compile within {MEMORY // MIB} MiB of memory: make the grammar smaller or simpler"
 
     def _start_process(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, remote_end = context.Pipe()
-        process = context.Process(target=_main, args=(remote_end, self._tokenizer), daemon=True)
+        process = context.Process(target=_main, args=(remote_end, self._tokenizer, self._seconds), daemon=True)
         try:
             process.start()
             self._process = process
@@ -178,7 +187,7 @@ class _Process:
             self._connection.close()
 
 
-def _main(connection: Connection, tokenizer: JsonObject) -> None:
+def _main(connection: Connection, tokenizer: JsonObject, seconds: float) -> None:
     for number in STOPPING:              # the HTTP process decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     loaded = Tokenizer.from_dict(dict(tokenizer))
@@ -188,12 +197,15 @@ def _main(connection: Connection, tokenizer: JsonObject) -> None:
     with suppress(EOFError, OSError):    # the HTTP process has ended
         connection.send("ready")
         while True:
-            connection.send(_refusal_reason(connection.recv(), loaded))
+            grammar = connection.recv()
+            _limit_time(seconds)
+            reason = _refusal_reason(grammar, loaded)
+            _limit_time(0)
+            connection.send(reason)
 
 
 def _refusal_reason(grammar: Grammar, tokenizer: Tokenizer) -> str:
     before = _resident_bytes()
-    _limit_time()
     try:
         libraries = compile_grammar(grammar, tokenizer)
         require_ends(grammar, libraries, tokenizer, N_WALKS)
@@ -221,10 +233,7 @@ def _limit_memory() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (addresses + MEMORY, addresses + MEMORY))
 
 
-def _limit_time() -> None:
-    """Makes the system end this process after MAX_CPU_S more seconds of CPU time, even if the HTTP process has been killed."""
+def _limit_time(seconds: float) -> None:
+    """Makes SIGPROF end this process after so many more seconds of CPU time; 0 means no limit."""
     if sys.platform != "win32":
-        import resource
-
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_CPU, (int(process_time()) + MAX_CPU_S, resource.RLIM_INFINITY))
+        signal.setitimer(signal.ITIMER_PROF, seconds)
