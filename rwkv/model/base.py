@@ -199,15 +199,23 @@ def run_all_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
 
 def require_own_options(model: ModelConfig, optim: OptimConfig | None = None) -> None:
     """Raises UserError if `model` or `optim` sets an option that only other generations have."""
-    groups = {"model": model, "optim": optim or OptimConfig()}
+    for key, name in foreign_options(model, optim or OptimConfig()).items():
+        raise UserError(f"{key} is an option of {name}, but the model is {model.generation}. Omit this "
+                        "option, or choose a different model with model=")
+
+
+def foreign_options(model: ModelConfig, optim: OptimConfig) -> dict[str, str]:
+    """Returns the options with other values than the defaults that only other generations have, with such a generation."""
+    groups = {"model": model, "optim": optim}
     own = _own_options(generation(model))
+    foreign = {}
     for name in GENERATIONS:
         for key in _own_options(generation(replace(model, generation=name))):
             group, _, option = key.partition(".")
             default = type(groups[group])()
             if key not in own and getattr(groups[group], option) != getattr(default, option):
-                raise UserError(f"{key} is an option of {name}, but the model is {model.generation}. Omit this "
-                                "option, or choose a different model with model=")
+                foreign[key] = name
+    return foreign
 
 
 def _own_options(generation: Generation) -> tuple[str, ...]:

@@ -223,7 +223,7 @@ def open_sweep(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     configs = {entry.name: _config_of(entry, jobs_of) for entry in entries}
     sweep = Sweep(folder, settings, setting_overrides, entries, configs)
     if adds_runs or not entries:
-        _add_runs(sweep, new_jobs)
+        _add_runs(sweep, new_jobs, jobs_of)
     return sweep
 
 
@@ -270,18 +270,19 @@ def read_entries(folder: Path) -> list[Entry]:
     return entries
 
 
-def _add_runs(sweep: Sweep, jobs: list[cli.Job]) -> None:
+def _add_runs(sweep: Sweep, jobs: list[cli.Job], jobs_of: cli.Jobs) -> None:
     """Adds new runs to the sweep. Raises UserError if the sweep has a run of the same name with different options."""
     entries = {entry.name: entry for entry in sweep.entries}
     added = []
-    used = {key for job in jobs for key in _keys(job.arguments) if missing_requirement(job.config, key) is None}
-    for job in jobs:
+    without_effect = _without_effect(jobs)
+    used = {key for job, unused in zip(jobs, without_effect, strict=True) for key in _keys(job.arguments) if key not in unused}
+    for job, unused in zip(jobs, without_effect, strict=True):
         if job.config.only_plans:
             raise UserError("plan=true conflicts with -m, because a sweep always trains: omit -m to plan a single run, or omit "
                             "plan=true to train")
-        unused = {key for key in used - job.swept.keys() if missing_requirement(job.config, key)}
+        of_other_runs = (unused & used) - job.swept.keys()
         arguments = [argument for argument, key in zip(job.arguments, _keys(job.arguments), strict=True)
-                     if not key.startswith(SETTINGS) and key not in unused]      # only other runs use these options
+                     if not key.startswith(SETTINGS) and key not in of_other_runs]
         entry = Entry(name_of(job), job.swept, arguments, job.config.kernel.name, job.config.seed)
         if entry.name not in entries:
             try:
@@ -290,7 +291,7 @@ def _add_runs(sweep: Sweep, jobs: list[cli.Job]) -> None:
                 raise UserError(f"{entry.name}: {error}") from None
             entries[entry.name] = entry
             added.append(entry)
-            sweep.configs[entry.name] = job.config
+            sweep.configs[entry.name] = _config_of(entry, jobs_of) if of_other_runs else job.config
         elif sorted(entries[entry.name].arguments) != sorted(entry.arguments):
             raise UserError(f"the sweep in {sweep.folder} already has a run named {entry.name} with different options: use the "
                             "same options, or another out_dir=")
@@ -299,6 +300,23 @@ def _add_runs(sweep: Sweep, jobs: list[cli.Job]) -> None:
     for order, entry in enumerate(shuffled, start=len(sweep.entries) + 1):
         entry.order = order
     sweep.entries += added
+
+
+def _without_effect(jobs: list[cli.Job]) -> list[set[str]]:
+    """Returns, for each job, the options on the command line that have no effect in this job."""
+    unused = [{key for key in _keys(job.arguments) if missing_requirement(job.config, key)} for job in jobs]
+    if len({job.config.model.generation for job in jobs}) > 1:
+        _announce_loading()
+        from rwkv.model.base import foreign_options
+
+        for job, keys in zip(jobs, unused, strict=True):
+            keys.update(foreign_options(job.config.model, job.config.optim))
+    return unused
+
+
+def _announce_loading() -> None:
+    if "torch" not in sys.modules:
+        log("loading    PyTorch, then the kernels of all runs")
 
 
 def _keys(arguments: list[str]) -> list[str]:
@@ -312,7 +330,7 @@ def _require_possible(configs: list[TrainConfig]) -> None:
     """
     if not configs:
         return
-    log("loading    PyTorch, then the kernels of all runs")
+    _announce_loading()
     from rwkv.model.base import require_own_options
 
     for config in configs:

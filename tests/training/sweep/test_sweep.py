@@ -284,6 +284,22 @@ def test_an_option_that_only_some_runs_use_is_an_option_of_these_runs(tmp_path: 
         make_sweep(*options, "tune.rank=4")
 
 
+def test_an_option_of_one_generation_is_an_option_of_the_runs_of_this_generation(tmp_path: Path,
+                                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    options = ("data=text", "data.path=text.txt", "logger=csv")
+    swept = make_sweep("model=tiny,rwkv7_tiny", *options, "model.head_size=32", "optim.time_first_lr_scale=2")
+    assert {entry.name: {argument.partition("=")[0] for argument in entry.arguments} & {
+        "model.head_size", "optim.time_first_lr_scale"} for entry in swept.entries} == {
+            "model=tiny": {"optim.time_first_lr_scale"}, "model=rwkv7_tiny": {"model.head_size"}}
+    assert swept.configs["model=rwkv7_tiny"].model.head_size == 32
+    with pytest.raises(UserError, match=r"model\.n_att is an option of rwkv4"):
+        make_sweep("model=rwkv7_tiny,rwkv7_small", *options, "model.n_att=32")
+    with pytest.raises(UserError, match=r"model\.head_size is an option of rwkv7"):
+        make_sweep("model=tiny,rwkv7_tiny", *options, "model.head_size=32,64")
+
+
 def test_a_recipe_that_has_more_values_than_when_the_sweep_began_is_named(tmp_path: Path,
                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
