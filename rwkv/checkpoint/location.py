@@ -39,8 +39,8 @@ def locate(path: str | Path) -> Path:
     if path.is_dir() and not is_sharded(path) and not any((path / mark).is_file() for mark in hub.MARKS):
         if is_checkpoint(last):
             return last
-        if runs := sorted(path.glob(f"*/{LAST}")):
-            raise CheckpointError(f"{path} is a folder of runs: name one run, such as {runs[0].parents[1]}")
+        if runs := saved_runs(path):
+            raise CheckpointError(f"{path} is a folder of runs: name one run, such as {runs[0]}")
         return _single_file(path)
     if not path.exists():
         raise CheckpointError(f"there is no checkpoint at {path}{_nearest(path)}: expected a file, a Hugging Face directory, a "
@@ -120,9 +120,10 @@ def follow(path: Path) -> Path:
         target = path.parent / name
     if target.exists():
         return target
-    newest = _newest_run(path.parent)
-    if newest is None:
+    runs = saved_runs(path.parent)
+    if not runs:
         return path
+    newest = max(runs, key=lambda run: (run / LAST).stat().st_mtime_ns)
     _report_replacement(path, newest)
     return newest
 
@@ -136,9 +137,10 @@ def _only_line(file: Path) -> str | None:
     return None
 
 
-def _newest_run(folder: Path) -> Path | None:
+def saved_runs(folder: Path) -> list[Path]:
+    """Returns the directories of the runs with a checkpoint in a folder, and in the sweeps in this folder."""
     saved = [*folder.glob(f"*/{LAST}"), *folder.glob(f"*/*/{LAST}")]
-    return max(saved, key=lambda last: last.stat().st_mtime_ns).parents[1] if saved else None
+    return sorted(last.parents[1] for last in saved if last.parents[1].name != LATEST.name)
 
 
 @cache

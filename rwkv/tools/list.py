@@ -6,7 +6,7 @@ With a NAME, ORG/REPO, it lists the models in this repository on the Hugging Fac
 from pathlib import Path
 
 from kernels.arguments import Parser
-from rwkv.checkpoint.location import LAST
+from rwkv.checkpoint.location import LAST, saved_runs
 from rwkv.cli import exit_on_user_error
 from rwkv.config import LATEST
 from rwkv.errors import UserError
@@ -30,8 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _local_models() -> list[tuple[str, int, str]]:
     """Returns the name, the size in bytes and a note for each run and each downloaded model."""
-    runs = sorted(path for path in LATEST.parent.glob(f"*/{LAST}") if path.parents[1].name != LATEST.name)
-    return [*((str(path.parents[1]), size_on_disk(path), "a run") for path in runs),
+    return [*((str(run), size_on_disk(run / LAST), "a run") for run in saved_runs(LATEST.parent)),
             *((str(each.name), each.size, "downloaded") for each in hub.cached_models())]
 
 

@@ -22,6 +22,7 @@ from rwkv.model.base import is_linear_weight
 from rwkv.model.decoding.c_step import why_not
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer
+from rwkv.tools.list import main as list_models
 
 BPE = JsonTokenizer.train([], 257)
 Weights = dict[str, Any]
@@ -167,6 +168,21 @@ def test_a_latest_run_that_is_gone_gives_way_to_the_newest_one(model: RWKV, tmp_
     assert str(runs / "sweep" / "one") in line
     shutil.rmtree(runs / "sweep")
     assert follow(runs / "latest") == runs / "mine"
+
+
+def test_runs_of_sweeps_are_listed_with_the_others(model: RWKV, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "sweep/seed=0", "sweep/seed=1"):
+        model.save_pretrained(Path("runs", name, "checkpoints", "last.ckpt"))
+    Path("runs", "latest").symlink_to("sweep/seed=1", target_is_directory=True)
+    list_models([])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line.endswith("a run")] == ["runs/mine", "runs/sweep/seed=0",
+                                                                            "runs/sweep/seed=1"]
+    shutil.rmtree("runs/mine")
+    with pytest.raises(CheckpointError, match=r"folder of runs.*seed=0"):
+        locate("runs")
 
 
 def test_a_latest_run_that_is_gone_is_named_where_there_is_no_other(tmp_path: Path) -> None:
