@@ -94,6 +94,14 @@ def layers_to_adapt(config: ModelConfig, modules: Sequence[str]) -> list[str]:
     return [name for name in layers if not modules or name in modules]
 
 
+def require_rank(config: ModelConfig, modules: Sequence[str], rank: int) -> None:
+    """Raises UserError for a rank above that of every adapted matrix, which costs memory and time and changes nothing."""
+    shapes = generation(config).shapes(config, 1)
+    most = max(min(shapes[f"blocks.0.{name}.weight"]) for name in layers_to_adapt(config, modules))
+    if rank > most:
+        raise UserError(f"tune.rank must be at most {most}, the largest rank of an adapted matrix; got {rank}")
+
+
 def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> None:
     """Freezes the model, and adds an adapter to each layer that `layers_to_adapt` returns, with a random A and B = 0."""
     shapes = model.generation.shapes(model.config, model.vocab_size)

@@ -16,7 +16,7 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io import hub
 from rwkv.io.state_path import state_path
 from rwkv.model.base import generation, names_with_learnt_state
-from rwkv.model.lora import layers_to_adapt
+from rwkv.model.lora import layers_to_adapt, require_rank
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, Tokenizer
 
 NOT_A_SIZE = "ctx_len"                   # no weight depends on the option model.ctx_len
@@ -42,6 +42,8 @@ def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tup
         state = time_states.read(state_path(config.tune.state), checkpoint.config)
         checkpoint = replace(checkpoint, time_states=state.layers, state_note=state.line)
     require_tunable(config, checkpoint)
+    if "tune.rank" in user_keys:         # the default may exceed the width of a very small model
+        require_rank(config.model, config.tune.modules, config.tune.rank)
     return config, checkpoint, _tokenizer(config.data, user_keys, checkpoint)
 
 

@@ -205,6 +205,7 @@ def test_what_cannot_be_tuned_is_refused(folder: Path, run: Run) -> None:
     common = (*OPTIONS, "trainer.max_steps=3")
     one_sentence(run("train", *common, "tune=state", "init_from=base4.safetensors"), "RWKV-7", "use tune=lora")
     one_sentence(run("train", *common, "tune=lora", "tune.modules=[att.query]", "init_from=base4.safetensors"), "att.query")
+    one_sentence(run("train", *common, "tune=lora", "tune.rank=129", "init_from=base7.safetensors"), "tune.rank", "128", "129")
     one_sentence(run("train", *common, "tune.base=int8"), "requires tune=lora or tune=state")
     one_sentence(run("train", *common, "tune=lora", "tune.base=int8", "trainer=fsdp", "init_from=base4.safetensors"),
                  "tune.base=bfloat16", "trainer=ddp")
