@@ -1,6 +1,7 @@
 """Tokenises the documents of a stream (streams.py). The stream's first data.val_documents rows are the validation split."""
 
 import itertools
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from rwkv.data.shards import BATCH, Piece, dtype_of, encode_batch
 from rwkv.data.streaming.streams import Position, Row, Stream, open_stream
 from rwkv.data.token_array import TokensInMemory
 from rwkv.errors import UserError
-from rwkv.io.lines import counted
+from rwkv.io.lines import counted, labelled_line
 from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 AT_ONCE = 1024                           # texts per call of the tokenizer
+MOST_SKIPPED = 10                        # a run may skip this many rows, or MOST_SKIPPED_FRACTION of all rows if that is more
+MOST_SKIPPED_FRACTION = 1e-3
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,23 @@ class Encoded(NamedTuple):
 
 
 class TextEncoder:
-    """Tokenises the documents in rows. `held_out` contains the fingerprints of the documents to omit."""
+    """Tokenises the documents in rows.
+
+    Args:
+        held_out: the fingerprints of the documents to omit.
+        skips: True if a few rows without a readable text are skipped, with a line on standard error. They would end a run of
+            days, which could not be resumed: a resumed run requires unchanged data.
+    """
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer, separator: str | None,
-                 held_out: frozenset[int] = frozenset()) -> None:
+                 held_out: frozenset[int] = frozenset(), skips: bool = False) -> None:
         self.stream = stream
         self.tokenizer = tokenizer
         self.separator = separator
         self.held_out = held_out
+        self.skips = skips
+        self.n_rows = 0
+        self.skipped: set[str] = set()   # the locations of the skipped rows, some of which are read in each epoch
         self.split = safe_split(tokenizer)
         self.dtype = dtype_of(tokenizer)
 
@@ -111,9 +123,23 @@ class TextEncoder:
 
     def _documents(self, row: Row) -> list[str]:
         """Returns the texts in a row that are neither empty nor held out."""
-        text = self.stream.text(row)
+        self.n_rows += 1
+        try:
+            text = self.stream.text(row)
+        except UserError as error:
+            self._skip(row, error)
+            return []
         texts = [text] if self.separator is None else [part.strip(LINE_ENDS) for part in text.split(self.separator)]
         return [text for text in texts if text and not (self.held_out and fingerprint([text]) in self.held_out)]
+
+    def _skip(self, row: Row, error: UserError) -> None:
+        """Reports a row to skip, once. Raises `error` if too many rows have been skipped."""
+        if row.where in self.skipped:
+            return
+        self.skipped.add(row.where)
+        if not self.skips or len(self.skipped) > max(MOST_SKIPPED, MOST_SKIPPED_FRACTION * self.n_rows):
+            raise error
+        print(labelled_line("skipped", str(error), sys.stderr), file=sys.stderr, flush=True)
 
     def _pieces_with_offsets(self, text: str) -> Iterator[tuple[str, int]]:
         before = 0

@@ -71,7 +71,7 @@ class Lanes:
                             "again")
         self._stream = stream
         self._streamed = streamed
-        self._texts = TextEncoder(stream, tokenizer, streamed.config.separator, streamed.held_out)
+        self._texts = TextEncoder(stream, tokenizer, streamed.config.separator, streamed.held_out, skips=True)
         self._seed = seed
         self._rows: dict[int, deque[Row]] = {lane: deque() for lane in own}
         self._ids: dict[int, deque[np.ndarray]] = {lane: deque() for lane in own}       # tokenised rows

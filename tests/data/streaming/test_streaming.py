@@ -322,9 +322,9 @@ WRONG: list[tuple[bytes, dict[str, Any], tuple[str, ...]]] = [
     (lines_of(TEXTS), {"field": "body"}, ("data.field=text",)),
     (lines_of([*TEXTS[:10], *([""] * 30)]), {}, ("no text to train on", "empty")),
     (lines_of([*TEXTS[:10], *TEXTS[:10]]), {}, ("no text to train on", "copies")),
-    (lines_of(TEXTS) + b'{"text": "cut o', {}, ("line 151", "not JSON")),
-    (lines_of(TEXTS) + b'{"text": "\xff"}\n', {}, ("line 151", "UTF-8")),
-    (lines_of([*TEXTS, "zero \0"]), {}, ("line 151", "U+0000")),
+    (b'{"text": "cut o\n' + lines_of(TEXTS), {}, ("line 1", "not JSON")),
+    (lines_of(TEXTS) + b'{"text": "\xff"}\n' * 11, {}, ("line 1", "UTF-8")),
+    (lines_of([*TEXTS, *["zero \0"] * 11]), {}, ("line 1", "U+0000")),
     (gzip.compress(lines_of(TEXTS)), {}, ("gzip", ".gz")),
     (gzip.compress(lines_of(TEXTS))[:-400], {"ending": ".gz"}, ("cannot be read", "end"))]
 
@@ -344,6 +344,18 @@ def test_a_wrong_stream_is_one_sentence(tmp_path: Path, workers: int, content: b
     sentence = str(worker_error(caught.value) or caught.value)
     assert all(name in sentence for name in named), sentence
     assert "\n" not in sentence
+
+
+def test_a_row_that_cannot_be_read_is_skipped_as_an_empty_one_is_and_named_once(tmp_path: Path,
+                                                                               capfd: pytest.CaptureFixture[str]) -> None:
+    """The run could not be resumed with a corrected file, which is not the file that the run began with."""
+    windows = {}
+    for name, line in (("empty", b'{"text": ""}   '), ("damaged", b'{"text": "cut o')):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_bytes(lines_of(TEXTS[:40]) + line + b"\n" + lines_of(TEXTS[40:]))
+        windows[name] = read(loader(config_of(path), batches=1000))
+    assert windows["empty"] == windows["damaged"]
+    assert capfd.readouterr().err.count(f"{tmp_path / 'damaged.jsonl'}, line 41 is not JSON") == 1
 
 
 def test_options_that_a_stream_does_not_have_are_named(config: DataConfig, run: Run) -> None:
