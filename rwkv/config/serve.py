@@ -44,7 +44,7 @@ class ServeConfig(DraftedConfig):
                                     "share it; null: memory only", verbatim=PATH, filled=True)
     states_dir_mib: int = option(4096, "disk space for saved states, MiB; deletes the least recently used ones", least=1)
     responses_mib: int = option(64, "memory for stored responses (/v1/responses), MiB; evicts the least recently used; "
-                                "states_dir= also stores them on disk", least=0)
+                                "states_dir= also stores them on disk; 0: off", least=0)
 
     def __post_init__(self) -> None:
         keys = self.api_key or []        # a YAML file may contain a single key or null

@@ -1,11 +1,12 @@
 """Tests of OpenAI's Responses by the official client, against the real server."""
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 import pytest
-from serving_runs import LETTERS
+from serving_runs import LETTERS, Running
 from test_limits import check_error
 from test_tools import TOOLS
 
@@ -116,6 +117,25 @@ def test_responses_are_kept_listed_and_deleted(client: "openai.OpenAI", api: htt
     assert len(api.get("/states").json()["data"]) == states - 1
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="tiny", input="a", previous_response_id=not_stored.id)
+
+
+@pytest.mark.parametrize(("mib", "metadata"), [(0, {}), (1, {"a": "b" * 2**20})], ids=["none", "less"])
+def test_a_response_that_finds_no_room_says_that_it_is_not_stored(start: Callable[..., Running], mib: int,
+                                                                  metadata: dict[str, str]) -> None:
+    """Stored responses stay, and no state is left for a response that is not stored."""
+    server = start(f"responses_mib={mib}")
+
+    def ask(**fields: Any) -> Any:
+        return httpx.post(f"{server.url}/v1/responses", json={"max_output_tokens": 2, **fields}, timeout=60).json()
+
+    earlier = ask(input="a")
+    states = httpx.get(f"{server.url}/v1/states").json()["data"]
+    assert (earlier["store"], len(states)) == (bool(mib), mib)
+    answer = ask(input="a", store=True, metadata=metadata)
+    assert answer["store"] is False
+    for response, status in ((earlier, 200 if mib else 404), (answer, 404)):
+        assert httpx.get(f"{server.url}/v1/responses/{response['id']}").status_code == status
+    assert httpx.get(f"{server.url}/v1/states").json()["data"] == states
 
 
 def test_where_the_state_is_gone_all_is_read_again(client: "openai.OpenAI", api: httpx.Client) -> None:

@@ -90,6 +90,7 @@ class ResponseAnswer(Answer):
         super().__init__(engine, ticket, spec, bool(prepared.body.stream), timeout_s)
         self._prepared = prepared
         self._responses = responses
+        self._store = prepared.body.store is not False and responses.has_room
         self._id = f"resp_{secrets.token_hex(16)}"
         self._output = Output()
         self._choice = self._choices[0]
@@ -167,9 +168,9 @@ class ResponseAnswer(Answer):
         body = self._prepared.body
         state = self._choice.last.state
         self._final = self._response()
-        if body.store is not False:
-            await self._responses.put(StoredResponse(self._prepared.owner, self._final, self._prepared.input,
-                                                     state.id if state else None, bool(body.save_state)))
+        if self._store:
+            self._final["store"] = await self._responses.put(StoredResponse(
+                self._prepared.owner, self._final, self._prepared.input, state.id if state else None, bool(body.save_state)))
 
     def _response(self, status: str | None = None) -> JsonObject:
         body = self._prepared.body
@@ -186,7 +187,7 @@ class ResponseAnswer(Answer):
             "model": self._spec.model, "output": self._output.items if finished else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
-            "service_tier": "default", "store": body.store is not False, "temperature": sampling.temperature,
+            "service_tier": "default", "store": self._store, "temperature": sampling.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": msgspec.to_builtins(body.tool_choice) or "auto", "tools": self._prepared.tools,
             "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": body.truncation or "disabled",

@@ -67,7 +67,7 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
             else:
                 request = _chat_request(prepared, prepared.input, instructions=False)
                 request.state = start.id
-        if body.save_state or (body.store is not False and states.has_room):
+        if body.save_state or (body.store is not False and responses.has_room and states.has_room):
             request.save_state = True
         sequences, spec = chat(request)
     except ApiError as error:

@@ -44,7 +44,7 @@ class Responses:
     def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
         self._limit = config.responses_mib * MIB
         self._engine = engine
-        self._folder = Path(config.states_dir) if config.states_dir else None
+        self._folder = Path(config.states_dir) if config.states_dir and self.has_room else None
         self._stored: dict[str, bytes] = {}
         self._lru = FairLRU[str]()
         self._on_disk: set[str] = set()  # ids of responses that have a file
@@ -52,12 +52,18 @@ class Responses:
         if self._folder:
             self.sync({path.name for path in self._folder.iterdir()})
 
+    @property
+    def has_room(self) -> bool:
+        """Returns False if the server stores no responses."""
+        return self._limit > 0
+
     def sync(self, names: set[str]) -> None:
         """Adds responses that another server has written, and drops responses whose files are gone.
 
         `names` has the names of all files in the folder.
         """
-        assert self._folder is not None
+        if self._folder is None:
+            return
         self._ignored &= names           # else the names of all deleted files would stay in memory
         new = [name for name in names if (match := RESPONSE.fullmatch(name)) and name not in self._ignored
                and match[1] not in self._stored]
@@ -91,9 +97,13 @@ class Responses:
             self._lru.use(response_id)
         return stored
 
-    async def put(self, stored: StoredResponse) -> None:
+    async def put(self, stored: StoredResponse) -> bool:
+        """Stores a response. Returns False if it exceeds the memory on its own, and then drops only its state."""
         response_id = stored.response["id"]
         content = msgspec.json.encode(stored)
+        if len(content) > self._limit:
+            self._drop_state(stored)
+            return False
         if self._folder:
             path = self._folder / f"{response_id}.json"
             try:
@@ -102,14 +112,12 @@ class Responses:
             except OSError as error:
                 say("responses", f"{path} cannot be written: {error}. The response is only in memory")
         self._remember(response_id, stored.owner, content)
+        return True
 
     def drop(self, response_id: str) -> None:
         content = self._stored.pop(response_id)
         self._lru.remove(response_id)
-        stored = msgspec.json.decode(content, type=StoredResponse)
-        state = self._engine.states.get(stored.state or "")
-        if state is not None and not stored.kept:
-            self._engine.drop(state)
+        self._drop_state(msgspec.json.decode(content, type=StoredResponse))
         if self._folder:
             path = self._folder / f"{response_id}.json"
             self._on_disk.discard(response_id)
@@ -118,6 +126,11 @@ class Responses:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 say("responses", f"{path} cannot be deleted: {error.strerror}")
+
+    def _drop_state(self, stored: StoredResponse) -> None:
+        state = self._engine.states.get(stored.state or "")
+        if state is not None and not stored.kept:
+            self._engine.drop(state)
 
     def _remember(self, response_id: str, owner: str, content: bytes) -> None:
         self._stored[response_id] = content
