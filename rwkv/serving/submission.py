@@ -21,12 +21,17 @@ async def answer(service: Service, sequences: list[Generate], spec: ResponseSpec
     return Answer(service.engine, await submit(service, sequences), spec, bool(body.stream), service.config.timeout_s)
 
 
-async def submit(service: Service, sequences: list[Generate]) -> Ticket:
+async def submit(service: Service, sequences: list[Generate], begun: bool = False) -> Ticket:
+    """Queues sequences, and returns their ticket. Raises ApiError, such as 429 if the queue is full.
+
+    `begun` is True for further sequences of a request that has begun. They are queued even if the queue is full or the server
+    is stopping.
+    """
     if (grammar := sequences[0].request.grammar) is not None:
         await service.compilers.check(grammar, sequences[0].owner)
-    if service.stopping:
+    if service.stopping and not begun:
         raise ApiError(503, "the server is stopping", code="stopping")
-    ticket = service.engine.submit(sequences)
+    ticket = service.engine.submit(sequences, begun)
     service.metrics.begin([sequence.id for sequence in ticket.sequences])
     return ticket
 

@@ -14,7 +14,7 @@ from rwkv import embed
 from rwkv.generation.request import Request
 from rwkv.pretrained import RWKV
 from rwkv.serving.endpoints.embeddings import EmbeddingAnswer
-from rwkv.serving.engine.queue import Queue
+from rwkv.serving.engine.queue import Queue, Ticket
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Event, Generate
 from rwkv.tokenizer.tokenizers import ByteTokenizer
@@ -73,6 +73,36 @@ def test_ollama_s_embeddings_are_the_library_s(server: Running, model: RWKV) -> 
             with pytest.raises(ollama.ResponseError) as error:
                 client.embed(**{"model": "tiny", **wrong})
             assert 400 <= error.value.status_code < 500
+
+
+def test_a_later_group_waits_in_a_full_queue_and_in_a_server_that_stops() -> None:
+    """A refusal would waste the work that is done."""
+    queue = Queue(2, 0, lambda message: None)
+    sequences = [Generate(Request("a"), "", "")] * 3
+    first = queue.submit(sequences[:2])
+    service: Any = SimpleNamespace(engine=SimpleNamespace(submit=queue.submit, cancel=queue.cancel), tokenizer=ByteTokenizer(),
+                                   config=SimpleNamespace(timeout_s=60, max_rows=2), stopping=True,
+                                   metrics=SimpleNamespace(begin=lambda ids: None))
+
+    def finish(ticket: Ticket) -> None:
+        for sequence in ticket.sequences:
+            queue.take_ticket(Event(sequence.id, finish_reason="stop")).put(
+                Event(sequence.id, finish_reason="stop", embedding=[1.0]))
+        queue.start()
+
+    async def main() -> int:
+        answer = asyncio.create_task(EmbeddingAnswer(service, first, sequences, lambda events: {})._last_events())
+        finish(first)
+        other = queue.submit(sequences[:2])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        waiting = queue.n_queued
+        finish(other)
+        finish(*queue.tickets())
+        assert len(await answer) == 3
+        return waiting
+
+    assert asyncio.run(main()) == 1
 
 
 def test_a_deadline_between_two_groups_gives_no_partial_answer() -> None:

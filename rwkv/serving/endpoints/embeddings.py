@@ -132,7 +132,7 @@ class EmbeddingAnswer(Answer):
                 return last_events
             group = self._unsubmitted[:group_size(self._service)]
             self._unsubmitted = self._unsubmitted[len(group):]
-            self._ticket = await submit(self._service, group)
+            self._ticket = await submit(self._service, group, begun=True)
 
 
 def _little_endian_base64(vector: list[float]) -> str:

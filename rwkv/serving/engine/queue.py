@@ -57,15 +57,16 @@ class Queue:
     def n_queued(self) -> int:
         return sum(len(ticket.sequences) for ticket in self._queued)
 
-    def submit(self, sequences: list[Generate]) -> Ticket:
+    def submit(self, sequences: list[Generate], begun: bool = False) -> Ticket:
         """Queues sequences that start together, and returns their ticket.
 
-        Raises ApiError 429 if the queue is full, and ApiError 400 if the sequences could never run together.
+        Raises ApiError 429 if the queue is full, unless the sequences belong to a request that has begun, and ApiError 400 if
+        the sequences could never run together.
         """
         if len(sequences) > self._max_rows:
             raise ApiError(400, f"a request must have at most {counted(self._max_rows, 'sequence')} (n for each prompt); "
                                 f"got {len(sequences)}", "n")
-        if len(sequences) > self._max_rows + self._max_queue - self.n_running - self.n_queued:
+        if not begun and len(sequences) > self._max_rows + self._max_queue - self.n_running - self.n_queued:
             raise ApiError(429, "the server is busy: its queue is full. Try again later", code="queue_full",
                            retry_after=RETRY_AFTER)
         ticket = Ticket([replace(sequence, id=next(self._ids)) for sequence in sequences])

@@ -99,13 +99,10 @@ class RemoteEngine:
     def n_queued(self) -> int:
         return self._queue.n_queued
 
-    def submit(self, sequences: list[Generate]) -> Ticket:
-        """Queues sequences that start together, and returns their ticket.
-
-        Raises ApiError 429 if the queue is full, and ApiError 503 if the engine has stopped.
-        """
+    def submit(self, sequences: list[Generate], begun: bool = False) -> Ticket:
+        """Queues sequences as Queue.submit does. Raises ApiError 503 if the engine has stopped."""
         self.require_engine()
-        return self._queue.submit(sequences)
+        return self._queue.submit(sequences, begun)
 
     async def upload(self, state: SavedState, content: bytes, layout: str | None = None) -> SavedState:
         """Saves the content of a state file under the id of `state`. Raises ApiError if no model can use the state."""
