@@ -39,9 +39,11 @@ def main(argv: list[str] | None = None) -> None:
     pairs = []
     for turn in range(args.turns):
         trees = (ROOT, args.old) if turn % 2 == 0 else (args.old, ROOT)
-        numbers = {tree: run(tree, [args.program, *args.rest]) for tree in trees}
+        numbers = {}
+        for tree in trees:
+            print(f"turn {turn + 1} of {args.turns}: {args.program} in {tree}", file=sys.stderr, flush=True)
+            numbers[tree] = run(tree, [args.program, *args.rest])
         pairs.append((numbers[ROOT], numbers[args.old]))
-        print(f"turn {turn + 1} of {args.turns}", file=sys.stderr)
     report = compare(pairs)
     print(aligned([["", "this", "old", "this / old", "least", "greatest"],
                    *([name, *(f"{value:.4g}" for value in row.values())] for name, row in report.items())]))

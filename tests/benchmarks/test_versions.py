@@ -32,6 +32,16 @@ def test_a_program_that_fails_ends_the_comparison(tmp_path: Path) -> None:
         versions.run(tmp_path / "this", ["job.py"])
 
 
+def test_each_run_is_announced_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    """A run takes minutes, and its output is shown only if it fails."""
+    monkeypatch.setattr(versions, "ROOT", checkout(tmp_path / "this", 30, "new"))
+    (checkout(tmp_path / "old", 40, "dropped") / "job.py").write_text("raise SystemExit('no data')", encoding="utf-8")
+    with pytest.raises(SystemExit, match="no data"):
+        versions.main([str(tmp_path / "old"), "job.py"])
+    assert [line.rpartition("/")[2] for line in capsys.readouterr().err.splitlines()] == ["this", "old"]
+
+
 def test_old_must_be_another_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         versions.main([str(tmp_path), "train.py"])
