@@ -45,6 +45,10 @@ def require(config: LoggerConfig, logs_nothing: bool = False) -> None:
     """
     if config._target_ is not None:
         _custom_logger(config, TrackerRun(config.project, PROJECT, config.group, "run", Path(), continued=False))
+        given = {"project": config.project, "group": config.group, "run_name": config.run_name}
+        if (unused := [f"logger.{name}" for name, value in given.items() if value]) and not _is_tracker(config):
+            print(f"{' and '.join(unused)} will not reach {config._target_}: pass the class's own arguments with "
+                  "logger.arguments=NAME=VALUE", file=sys.stderr)
         return
     if config.name != "wandb":
         return
@@ -104,7 +108,7 @@ def _custom_logger(config: LoggerConfig, tracker_run: TrackerRun) -> Logger:
     module, _, name = str(config._target_).rpartition(".")
     try:
         arguments = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in config.arguments)}
-        if module == TrackerRun.__module__:
+        if _is_tracker(config):
             arguments["tracker_run"] = tracker_run
         logger = getattr(importlib.import_module(module), name)(**arguments)
     except Exception as error:           # another package may raise anything
@@ -114,6 +118,11 @@ def _custom_logger(config: LoggerConfig, tracker_run: TrackerRun) -> Logger:
         raise UserError("logger._target_= must name a Lightning logger class, such as lightning.pytorch.loggers.MLFlowLogger; "
                         f"got {config._target_}")
     return logger
+
+
+def _is_tracker(config: LoggerConfig) -> bool:
+    """Returns True if logger._target_ is a class in trackers.py, which gets the names of the run."""
+    return str(config._target_).rpartition(".")[0] == TrackerRun.__module__
 
 
 def norm_names(n_layer: int) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,17 @@ def test_a_broken_wandb_is_a_sentence_before_the_data_are_read(run: Run, tmp_pat
                      "data.cache_dir=cache")
     one_sentence(result, "logger=wandb", "Descriptors cannot be created directly", "logger=csv")
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "broken"}, "the data must not be read"
+
+
+def test_names_that_a_class_of_the_user_does_not_get_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = LoggerConfig(name="mine", _target_="lightning.pytorch.loggers.CSVLogger", project="ours", run_name="this",
+                          arguments=[f"save_dir={tmp_path}"])
+    loggers.require(config)
+    error = capsys.readouterr().err
+    assert all(word in error for word in ("logger.project", "logger.run_name", "CSVLogger", "logger.arguments"))
+    assert "logger.group" not in error
+    loggers.require(replace(config, project=None, run_name=None))
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.programs
