@@ -32,7 +32,7 @@ MOST_ROWS = 128                          # most sequences in one request
 MOST_LOGPROBS = 20                       # most tokens with log-probabilities at each position, as in OpenAI's chats
 MOST_ECHO_LOGPROBS = 5                   # the same with echo, for which the prompt has them too
 MOST_TOOLS = 128                         # most tools in one request
-MOST_NULLS = 8                           # most names of unknown nested fields that are null
+MOST_CORRECTED = 8                       # most nested places with unknown null fields, or with floats such as 2.0
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
@@ -69,6 +69,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None      # ignored
+    continuous_usage_stats: bool | None = None   # vLLM's option, ignored: only the last chunk has the usage
 
 
 class TextFormat(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fields=True):
@@ -523,11 +524,11 @@ def _read_leniently(fields: Any, kind: type[Body]) -> Body:
     fields = with_whole_numbers(fields)
     if isinstance(fields, dict):
         fields = {name: value for name, value in fields.items() if value is not None or name in kind.__struct_fields__}
-    for _ in range(MOST_NULLS):
+    for _ in range(MOST_CORRECTED):
         try:
             return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
         except msgspec.ValidationError as error:
-            if not _drop_unknown_null(fields, error):
+            if not (_drop_unknown_null(fields, error) or _make_whole(fields, error)):
                 raise
     return msgspec.json.decode(msgspec.json.encode(fields), type=kind)
 
@@ -550,11 +551,34 @@ def _drop_unknown_null(fields: Any, error: msgspec.ValidationError) -> bool:
     return bool(objects)
 
 
+def _make_whole(fields: Any, error: msgspec.ValidationError) -> bool:
+    """Replaces the nested float that the error names, if it is a float such as 2.0, and returns whether it did.
+
+    All such floats in the same list are replaced, because a prompt may consist of them.
+    """
+    path = re.search(r"^Expected `int\b.*, got `float` - at `\$([^`]*)`", str(error))
+    if path is None:
+        return False
+    *steps, last = re.findall(r"[^.\[]+", path[1])
+    values = [fields]
+    for step in steps:
+        values = [item for value in values for item in _items(value, step)]
+    places = [(value, key) for value in values for key in _keys(value, last)
+              if isinstance(value[key], float) and value[key].is_integer()]
+    for value, key in places:
+        value[key] = int(value[key])
+    return bool(places)
+
+
 def _items(value: Any, step: str) -> list[Any]:
     """Returns the items to which a step of a path in msgspec's errors leads. "0]" stands for all items of a list."""
+    return [value[key] for key in _keys(value, step)]
+
+
+def _keys(value: Any, step: str) -> list[Any]:
     if step.endswith("]"):
-        return value if isinstance(value, list) else []
-    return [value[step]] if isinstance(value, dict) and step in value else []
+        return [*range(len(value))] if isinstance(value, list) else []
+    return [step] if isinstance(value, dict) and step in value else []
 
 
 def with_whole_numbers(fields: Any) -> Any:

@@ -22,6 +22,7 @@ from rwkv.serving.schema import (
     DetokenizeRequest,
     ResponseRequest,
     StateRequest,
+    StreamOptions,
     TemplateOptions,
     TokenizeRequest,
 )
@@ -132,7 +133,7 @@ def test_every_optional_field_of_a_body_may_be_null(api: httpx.Client, path: str
 
 
 @pytest.mark.parametrize("fields", [
-    {"stream": True, "stream_options": dict.fromkeys(("include_usage", "include_obfuscation"))},
+    {"stream": True, "stream_options": dict.fromkeys(StreamOptions.__struct_fields__)},
     {"chat_template_kwargs": dict.fromkeys(TemplateOptions.__struct_fields__)},
     {"response_format": {"type": "text", "json_schema": None}},
     {"response_format": {"type": "json_object", "json_schema": None}}], ids=str)
@@ -197,6 +198,12 @@ def test_a_field_of_another_endpoint_is_unknown(api: httpx.Client) -> None:
 def test_a_whole_number_may_have_a_decimal_point(api: httpx.Client) -> None:
     assert chat(api, seed=3.0, max_tokens=4.0, top_k=5.0, n=1.0) == chat(api, seed=3, max_tokens=4, top_k=5)
     assert completion(api, max_tokens=-1.0, logprobs=0.0) == completion(api, max_tokens=-1, logprobs=0)
+    for path, body in (("completions", {"prompt": [97.0, 98.0], "max_tokens": 2.0}), ("../detokenize", {"tokens": [97, 98.0]}),
+                       ("embeddings", {"input": [[97.0], [98, 9.0]]}),
+                       ("messages", {**CHAT, "model": "tiny", "thinking": {"type": "disabled", "budget_tokens": 2.0}})):
+        answer = api.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+    check_error(api.post("completions", json={"prompt": [97.0, 98.5]}), "prompt[1]")
 
 
 @pytest.mark.parametrize(("field", "value", "words"), [
