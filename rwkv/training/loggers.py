@@ -44,7 +44,7 @@ def require(config: LoggerConfig, logs_nothing: bool = False) -> None:
     `logs_nothing` is True if no run will be logged.
     """
     if config._target_ is not None:
-        _custom_logger(config, TrackerRun(config.project, PROJECT, config.group, "run", Path(), continued=False))
+        _custom_logger(config, TrackerRun(config.project, PROJECT, config.group, "run", Path(), None))
         given = {"project": config.project, "group": config.group, "run_name": config.run_name}
         if (unused := [f"logger.{name}" for name, value in given.items() if value]) and not _is_tracker(config):
             print(f"{' and '.join(unused)} will not reach {config._target_}: pass the class's own arguments with "
@@ -84,8 +84,7 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
     if config._target_ is not None:
         group = out_dir.parent.name if _in_sweep(out_dir) else None
         logger = _custom_logger(config, TrackerRun(config.project, PROJECT, config.group or group,
-                                                   config.run_name or _default_name(out_dir, run), out_dir,
-                                                   resumed_at is not None))
+                                                   config.run_name or _default_name(out_dir, run), out_dir, resumed_at))
         logger.log_hyperparams(run)
         return [file, logger]
     if config.name == "csv":

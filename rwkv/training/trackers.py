@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
+from rwkv.training.run.directory import TENSORBOARD
 
 RECORD = "mlflow.json"                   # this file in a run's directory holds the MLflow run id and the directory's path
 
@@ -25,7 +26,7 @@ class TrackerRun(NamedTuple):
 
     Args:
         project: the project. None means the tracker's own setting, or else default_project.
-        continued: True if the run is resumed.
+        resumed_at: the step of the checkpoint that the run resumes from; None for a new run.
     """
 
     project: str | None
@@ -33,15 +34,20 @@ class TrackerRun(NamedTuple):
     group: str | None
     name: str
     out_dir: Path
-    continued: bool
+    resumed_at: int | None
 
 
 class TensorBoard(TensorBoardLogger):
-    """A logger that writes TensorBoard's event files to tensorboard/ in the run's directory."""
+    """A logger that writes TensorBoard's event files to tensorboard/ in the run's directory.
+
+    A resumed run makes TensorBoard drop the events after the checkpoint.
+    """
 
     def __init__(self, tracker_run: TrackerRun, **arguments: Any) -> None:
-        super().__init__(**{"save_dir": tracker_run.out_dir, "name": None, "version": "tensorboard", "default_hp_metric": False}
-                         | arguments)
+        resumed_at = tracker_run.resumed_at
+        settings = {"save_dir": tracker_run.out_dir, "name": None, "version": TENSORBOARD, "default_hp_metric": False,
+                    "purge_step": None if resumed_at is None else resumed_at + 1}
+        super().__init__(**settings | arguments)
 
 
 class MLflow(MLFlowLogger):
@@ -52,7 +58,7 @@ class MLflow(MLFlowLogger):
         from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
 
         self._record = tracker_run.out_dir / RECORD
-        self._continues = _earlier_id(self._record) if tracker_run.continued else None
+        self._continues = _earlier_id(self._record) if tracker_run.resumed_at is not None else None
         settings = {"experiment_name": tracker_run.project or MLFLOW_EXPERIMENT_NAME.get() or tracker_run.default_project,
                     "run_name": tracker_run.name, "tracking_uri": mlflow.get_tracking_uri(), "run_id": self._continues,
                     "tags": {"group": tracker_run.group} if tracker_run.group else None}
@@ -78,7 +84,8 @@ class Trackio(Logger):
         self._trackio = trackio
         self._arguments: JsonObject = {
             "project": tracker_run.project or tracker_run.default_project, "name": tracker_run.name,
-            "group": tracker_run.group, "embed": False, "resume": "allow" if tracker_run.continued else "never"} | arguments
+            "group": tracker_run.group, "embed": False,
+            "resume": "never" if tracker_run.resumed_at is None else "allow"} | arguments
         self._run: Any = None
 
     @property

@@ -40,6 +40,24 @@ def of_trackio(name: str) -> dict[int, float]:
 
 
 @pytest.mark.filterwarnings("default")   # other packages raise their own warnings
+def test_tensorboard_shows_no_events_after_the_checkpoint_that_a_run_resumes_from(run: Run) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    options = ("trainer.max_steps=6", "trainer.log_every=1", "trainer.checkpoint_every=3", "trainer.sample_tokens=0")
+    assert run("train", *SMALL, *options, "kernel=conv1d", "model.n_layer=1", "logger=tensorboard", "out_dir=mine")[0] == 0
+    Path("mine/checkpoints/last.ckpt").unlink()          # as after a kill at step 6
+    assert run("train", "resume=auto", "out_dir=mine")[0] == 0
+    events = EventAccumulator("mine/tensorboard").Reload().Scalars("train/loss")
+    assert [event.step for event in events] == [*range(1, 7)]
+    shutil.rmtree("mine/checkpoints")
+    assert run("train", "resume=auto", "out_dir=mine")[0] == 0
+    events = EventAccumulator("mine/tensorboard").Reload().Scalars("train/loss")
+    assert [event.step for event in events] == [*range(1, 7)]
+
+
+@pytest.mark.filterwarnings("default")   # other packages raise their own warnings
 @pytest.mark.parametrize(("logger", "read"), [("tensorboard", of_tensorboard), ("mlflow", of_mlflow), ("trackio", of_trackio)])
 def test_a_tracker_has_the_run_and_its_continuation(logger: str, read: Read, run: Run, tmp_path: Path,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:                        # this import would load PyTorch
 
 RUNS = LATEST.parent
 CONFIG_FILE = "config.yaml"
+TENSORBOARD = "tensorboard"              # the folder of TensorBoard's files in a run's directory
 LOGS = (".log", ".out", ".err", "log", "out", "err", "stdout", "stderr")       # names and suffixes of files that hold output
 
 
@@ -144,7 +145,7 @@ def backup_folder(run: Run) -> Path | None:
 def _back_up(out_dir: Path, folder: Path) -> None:
     folder.mkdir()
     shutil.copy(out_dir / CONFIG_FILE, folder)           # the output moves, but the run still needs its configuration
-    for path in (out_dir / name for name in (METRICS, SAMPLES, KERNEL, TUNED, report.PAGE, report.TABLE, "wandb")):
+    for path in (out_dir / name for name in (METRICS, SAMPLES, KERNEL, TUNED, report.PAGE, report.TABLE, "wandb", TENSORBOARD)):
         if path.exists():
             path.rename(folder / path.name)
 
