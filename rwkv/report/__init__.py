@@ -42,8 +42,8 @@ def write(folder: Path, reference: str | None = None) -> Report:
     is no run in `folder`, or if no run has the kernel `reference`.
     """
     comparison = compare(read(folder), reference)
-    write_file(folder / TABLE, lambda file: file.write(as_csv(comparison).encode()))
-    write_file(folder / PAGE, lambda file: file.write(render(folder, comparison, findings(comparison)).encode()))
+    _write(folder / TABLE, as_csv(comparison))
+    _write(folder / PAGE, render(folder, comparison, findings(comparison)))
     problems = [finding.text for finding in findings(replace(comparison, options={})) if finding.kind == BAD]
     losses = [(numbers["val_loss"], run.name) for kernel in comparison.kernels
               for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)
@@ -53,6 +53,11 @@ def write(folder: Path, reference: str | None = None) -> Report:
         loss, name = min(losses)
         best = name, loss
     return Report(folder / PAGE, [*problems, *verdict(comparison)], best)
+
+
+def _write(path: Path, text: str) -> None:
+    content = text.encode(errors="backslashreplace")     # the name of a folder may not be UTF-8
+    write_file(path, lambda file: file.write(content))
 
 
 def table(folder: Path) -> tuple[list[dict[str, object]], list[Path]]:

@@ -137,7 +137,8 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
 def _model_name(config: ServeConfig) -> str:
     path = Path(config.checkpoint).resolve()
-    return config.model_name or (path.name if path.is_dir() else path.stem)
+    name = path.name if path.is_dir() else path.stem
+    return config.model_name or name.encode(errors="replace").decode()       # JSON requires a name in UTF-8
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:

@@ -151,7 +151,9 @@ class BeforeAfter(Callback):
         measured = {"before": self.before, "after": self.after}
         content = {"tuned": self._tuning_summary(task.model), "guard": self.config.tune.guard if self.guard else None,
                    **{when: losses for when, losses in measured.items() if losses}, "samples": samples}
-        write_file(self.path, lambda file: file.write(json.dumps(content, ensure_ascii=False).encode()))
+        text = json.dumps(content, ensure_ascii=False)
+        # In a path that is not UTF-8, backslashreplace writes JSON's escapes
+        write_file(self.path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
     def _tuning_summary(self, model: Model) -> JsonObject:
         tune = self.config.tune

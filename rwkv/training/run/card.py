@@ -60,4 +60,4 @@ def write_card(run: Run, data: Corpus, metrics: Mapping[str, Tensor], compared: 
 def _write(file: Path, text: str) -> None:
     # A card that the user wrote is kept
     if not file.exists() or card.is_ours(file):
-        write_file(file, lambda opened: opened.write(text.encode()))
+        write_file(file, lambda opened: opened.write(text.encode(errors="backslashreplace")))     # a path may not be UTF-8

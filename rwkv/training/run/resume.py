@@ -179,7 +179,7 @@ def _is_same_base(given: str | None, saved: str | None) -> bool:
         return given == saved            # also if the file has gone
     if hub.parse(saved) is not None:
         return given == saved.partition("@")[0]
-    return Path(given).expanduser().absolute() == Path(saved) or locate(given).resolve() == locate(saved).resolve()
+    return Path(given).absolute() == Path(saved) or locate(given).resolve() == locate(saved).resolve()
 
 
 def _group_options(chosen: Collection[str], user_keys: Collection[str], init_from: str | None) -> list[str]:

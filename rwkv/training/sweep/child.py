@@ -40,7 +40,7 @@ def run(reason_file: Path) -> None:
     except BaseException as error:
         reason = reason_of(error)
         if reason and not reason_file.exists():
-            reason_file.write_text(reason, encoding="utf-8")
+            reason_file.write_text(reason, encoding="utf-8", errors="backslashreplace")
         raise
 
 

@@ -1,7 +1,9 @@
 """Tests the measurements of a tuned run before and after: they equal the evaluation tool's and do not change training."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from models import small_model
 from programs import Run, one_sentence
 from training_runs import OWN, content, losses, rows, same
 
+from rwkv import report
 from rwkv.config import TrainConfig, TuneConfig
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import CharTokenizer
@@ -93,6 +96,23 @@ def test_documents_have_prompts_too(run: Run) -> None:
     sample = results["samples"][0]
     assert sample["prompt"] + sample["reference"] in Path("text.txt").read_text()
     assert len(sample["reference"]) == 4
+
+
+@pytest.mark.programs
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have only names in Unicode")
+def test_a_folder_whose_name_is_not_utf_8(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old archives contain such names, of files with texts too."""
+    inside = folder / os.fsdecode(b"b\xe9b\xe9")
+    (inside / "texts").mkdir(parents=True)
+    for number in range(3):
+        (inside / "texts" / os.fsdecode(b"%d\xff.txt" % number)).write_text(f"text {number}\n" * 99)
+    for file in folder.glob("*.*"):
+        file.rename(inside / file.name)
+    monkeypatch.chdir(inside)
+    results = tune_model(run, "tune=lora", "data=text", "data.path=texts")
+    assert results["tuned"]["base"] == str(Path.cwd() / "base7.safetensors")
+    assert {path.name for path in Path("out").glob("*.*")} >= {"report.html", "report.csv", "README.md"}
+    report.write(Path())
 
 
 @pytest.mark.programs
