@@ -60,7 +60,8 @@ def require(config: LoggerConfig, logs_nothing: bool = False) -> None:
     try:
         names = _Names.of(config, None, "run")
         wandb.Settings(project=names.project, run_group=names.group, run_name=names.name, run_id=_user_setting("run_id"))
-    except (wandb.errors.UsageError, ValueError) as error:       # pydantic's ValidationError is a ValueError
+    # pydantic's ValidationError is a ValueError; for a user without a home directory, pathlib raises RuntimeError
+    except (wandb.errors.UsageError, ValueError, RuntimeError) as error:
         raise UserError("W&B rejected logger.project=, logger.group=, logger.run_name= or a W&B setting, such as a WANDB_ "
                         f"environment variable: {' '.join(str(error).split())}") from None
     if not logs_nothing:

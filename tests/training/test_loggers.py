@@ -100,6 +100,14 @@ def test_a_setting_that_wandb_refuses_is_a_sentence_before_the_data_are_read(nam
         loggers.require(CONFIG)
 
 
+def test_a_user_without_a_home_directory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run as users whom the system does not know."""
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(Path, "expanduser", fail(RuntimeError("Could not determine home directory.")))
+    with pytest.raises(UserError, match="home directory"):
+        loggers.require(CONFIG)
+
+
 def fail(error: Exception) -> Any:
     def call(*_: object, **__: object) -> None:
         raise error
