@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from kernels.backends.torch_private import dispatch_mode_active, profiler_active, transforms_active
 from kernels.machine.threads import one_thread_in_forks
@@ -24,6 +25,8 @@ from kernels.registry import Requires, check, check_dtype, load
 
 PLAIN = (Tensor, torch.nn.Parameter)
 Tensors = tuple[Tensor, ...]
+NO_FORWARD_MODE = ("the operators of kernels/ have no forward-mode derivative (jvp, jacfwd, hessian): use reverse mode (grad, "
+                   "vjp, jacrev)")
 
 
 class Operator:
@@ -188,6 +191,8 @@ class Function:
         return outputs
 
     def registered(self, *inputs: Any) -> Tensors:
+        if any(unpack_dual(value).tangent is not None for value in inputs if isinstance(value, Tensor)):
+            raise ValueError(NO_FORWARD_MODE)            # torch's custom operators would drop the tangents
         return _tuple(self._registered(*inputs))[:self.n_outputs]
 
     def outputs_and_activations(self, *inputs: Any) -> Tensors:
@@ -248,8 +253,7 @@ class _ReverseOnly(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        raise ValueError("the operators of kernels/ have no forward-mode derivative (jvp, jacfwd, hessian): use reverse mode "
-                         "(grad, vjp, jacrev)")
+        raise ValueError(NO_FORWARD_MODE)
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensors, tuple[int, ...]]:

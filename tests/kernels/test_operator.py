@@ -10,11 +10,13 @@ from implementations import implementation
 from stubs import stub
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.operator import Function
+from kernels.pad import BrickPadding
 from kernels.softmax import Softmax
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
@@ -104,6 +106,16 @@ def run_timex(k: Tensor) -> Tensor:
     return TimeX("conv1d")(W, k)
 
 
+def run_pad(k: Tensor) -> Tensor:
+    return BrickPadding("torch_strips")(k, 1, 2)
+
+
+def tangent(operator: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    """Returns the tangent of operator(x) inside a dispatch mode, where the registered operator is called."""
+    with dual_level(), PassThrough():
+        return unpack_dual(operator(make_dual(x, x))).tangent
+
+
 each_operator = pytest.mark.parametrize("operator", [run_wkv4, run_timex], ids=("wkv4", "timex"))
 
 
@@ -137,15 +149,17 @@ def test_jacobians_without_grad_mode(name: str) -> None:
         torch.testing.assert_close(torch.func.jacrev(out)(k), expected)
 
 
-@each_operator
-@pytest.mark.filterwarnings("ignore:.*torch.jit")     # torch's own jvp uses torch.jit
+@pytest.mark.parametrize("operator", [run_wkv4, run_timex, run_pad], ids=("wkv4", "timex", "pad"))
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*get_attr")     # torch's own jvp uses torch.jit
 @pytest.mark.parametrize("transform", [
     lambda operator, k: torch.func.jvp(operator, (k,), (k,)),
     lambda operator, k: torch.func.jacfwd(operator)(k),
     lambda operator, k: torch.func.hessian(lambda k: operator(k).sum())(k),
-], ids=("jvp", "jacfwd", "hessian"))
+    lambda operator, k: torch.func.linearize(operator, k),
+    lambda operator, k: tangent(operator, k),
+], ids=("jvp", "jacfwd", "hessian", "linearize", "a dispatch mode"))
 def test_forward_mode_is_refused(operator: Callable[[Tensor], Tensor], transform: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="jvp"):
+    with pytest.raises(ValueError, match=r"jvp|has no gradient"):
         transform(operator, torch.ones(1, 9, 2))
 
 
