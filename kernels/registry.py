@@ -158,7 +158,9 @@ def check(op: str, name: str, device: "torch.device") -> None:
     """Raises KernelUnavailable if `name` cannot run on `device`. The message states the reason, the remedy and alternatives."""
     reason = why_not(op, name, device.type)
     if reason:
-        raise KernelUnavailable(reason, f"These implementations run on {device.type}: {', '.join(runnable(op, device.type))}")
+        others = ", ".join(runnable(op, device.type))
+        raise KernelUnavailable(reason, f"These implementations run on {device.type}: {others}" if others else
+                                f"No implementation runs on {device.type}: move the tensors to another device")
 
 
 def check_dtype(op: str, name: str, requires: Requires, *dtypes: "torch.dtype") -> None:

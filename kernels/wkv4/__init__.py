@@ -98,16 +98,18 @@ class WKV4(Operator):
             raise ValueError(
                 "WKV4: time_decay and time_first must be (C,), and k and v must be (B,T,C); got "
                 f"{tuple(time_decay.shape)}, {tuple(time_first.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
-        if not (k.is_floating_point() and v.is_floating_point()):
-            raise ValueError(f"WKV4: k and v must be floating-point tensors; got {k.dtype} and {v.dtype}")
-        if any(tensor.device != k.device for tensor in (time_decay, time_first, v, *(state or ()))):
-            raise ValueError("WKV4: all tensors and the state must be on the device of k, "
-                             f"{k.device}: move the other tensors to that device")
-        if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
+        if state is not None and (len(state) != 3 or any(part.shape != (k.shape[0], k.shape[2]) for part in state)):
             raise ValueError(f"WKV4: the state must be three tensors with the shape (B,C) = {(k.shape[0], k.shape[2])}; "
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
-        self.check_dtype(time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
-        if k.dtype != torch.float64 and torch.float64 in (v.dtype, time_decay.dtype, time_first.dtype):
+        tensors = time_decay, time_first, k, v, *(state or ())
+        dtypes = [tensor.dtype for tensor in tensors]
+        if not all(dtype.is_floating_point for dtype in dtypes):
+            raise ValueError(f"WKV4: tensors must be floating-point; got {', '.join(map(str, dtypes))}")
+        if any(tensor.device != k.device for tensor in tensors):
+            raise ValueError("WKV4: all tensors and the state must be on the device of k, "
+                             f"{k.device}: move the other tensors to that device")
+        self.check_dtype(*dtypes)
+        if k.dtype != torch.float64 and torch.float64 in dtypes:
             raise ValueError(f"WKV4 computes in float64 only if k is float64, but k is {k.dtype}: cast all inputs to "
                              "the same dtype")
         self.check_device(k.device)

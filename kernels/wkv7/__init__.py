@@ -109,15 +109,16 @@ class WKV7(Operator):
         if v.dim() != 4 or any(tensor.shape != v.shape for tensor in sequences):
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, sequences, strict=True))
             raise ValueError(f"WKV7: r, log_w, k, v, a and b must have the same shape (B,T,H,N); got {shapes}")
-        if not all(tensor.is_floating_point() for tensor in sequences):
-            raise ValueError(f"WKV7: tensors must be floating-point; got {', '.join(str(each.dtype) for each in sequences)}")
         B, _, H, N = v.shape
         if state is not None and state.shape != (B, H, N, N):
             raise ValueError(f"WKV7: the state must have the shape (B,H,N,N) = {(B, H, N, N)}; got {tuple(state.shape)}")
-        if any(tensor.device != v.device for tensor in (*sequences, *([] if state is None else [state]))):
+        tensors = sequences if state is None else (*sequences, state)
+        dtypes = [tensor.dtype for tensor in tensors]
+        if not all(dtype.is_floating_point for dtype in dtypes):
+            raise ValueError(f"WKV7: tensors must be floating-point; got {', '.join(map(str, dtypes))}")
+        if any(tensor.device != v.device for tensor in tensors):
             raise ValueError(f"WKV7: all tensors and the state must be on the device of v, {v.device}: move the other tensors "
                              "to that device")
-        dtypes = [tensor.dtype for tensor in sequences]
         self.check_dtype(*dtypes)
         if torch.float64 in dtypes and dtypes[0] != torch.float64:
             raise ValueError(f"WKV7 computes in float64 only if r is float64, but r is {dtypes[0]}: cast all inputs to the "

@@ -122,7 +122,8 @@ class WKV4Adapter(TimeXAdapter):
         good = self.inputs((2, 4, 3), torch.float32, "cpu")
         wrong = {0: (4,), 1: (4,), 2: (2, 5, 3), 3: (2, 4), 4: (1, 3), 5: (2, 4), 6: (3, 2, 3)}
         shaped = [(*good[:i], torch.ones(shape), *good[i + 1:]) for i, shape in wrong.items()]
-        return [*shaped, (*good[:2], good[2].long(), *good[3:]), (good[0].to("meta"), *good[1:])]
+        states = [(*good[:4], *each_tensor(change, good[4:])) for change in (Tensor.long, Tensor.double)]
+        return [*shaped, *states, (*good[:2], good[2].long(), *good[3:]), (good[0].to("meta"), *good[1:])]
 
 
 class WKV7Adapter(TimeXAdapter):
@@ -149,7 +150,8 @@ class WKV7Adapter(TimeXAdapter):
     def invalid_inputs(self) -> list[Inputs]:
         good = self.inputs((2, 4, 3, 8), torch.float32, "cpu")
         shaped = [(*good[:i], torch.ones(2, 4, 3, 7), *good[i + 1:]) for i in range(6)]
-        return [*shaped, (*good[:6], torch.ones(2, 3, 8, 7)), (*good[:2], good[2].long(), *good[3:]),
+        states = [torch.ones(2, 3, 8, 7), good[6].long(), good[6].double(), good[6].to(torch.complex64)]
+        return [*shaped, *((*good[:6], state) for state in states), (*good[:2], good[2].long(), *good[3:]),
                 (good[0].to("meta"), *good[1:]), tuple(tensor[0] for tensor in good)]
 
 

@@ -71,6 +71,8 @@ def test_what_an_implementation_does_not_take_is_refused_with_a_sentence() -> No
     wide, narrow = (torch.zeros(1, 2, 3, 4, dtype=dtype) for dtype in (torch.float64, torch.float32))
     assert_refused(lambda: WKV7("reference")(narrow, *(wide,) * 5), "cast all inputs")
     assert_refused(lambda: WKV4("reference")(*(wide[0, 0, 0],) * 2, narrow[0], wide[0]), "cast all inputs")
+    inputs = *(narrow[0, 0, 0],) * 2, narrow[0], narrow[0]
+    assert_refused(lambda: WKV4("reference")(*inputs, (narrow[0, 0], narrow[0, 0])), "three tensors")      # type: ignore[arg-type]
 
 
 def assert_refused(call: Callable[[], object], expected_text: str) -> None:
@@ -139,6 +141,11 @@ def test_a_part_of_a_missing_package_is_named_with_its_remedy() -> None:
 def test_another_device_is_named_before_a_package_that_would_not_help() -> None:
     with stub(packages=("no_such_package",), devices=("cuda",)) as name:
         assert registry.why_not("timex", name, "cpu") == f"{name} runs on cuda, not on cpu"
+
+
+def test_a_device_on_which_nothing_runs_is_named() -> None:
+    with pytest.raises(KernelUnavailable, match=r"not on meta.*No implementation runs on meta"):
+        TimeX("formula")(*(tensor.to("meta") for tensor in cases.inputs(2, 3, 4)))
 
 
 def test_a_device_that_is_not_there_is_named(without_gpu: None) -> None:
