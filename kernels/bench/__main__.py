@@ -44,8 +44,7 @@ from kernels.bench.text import aligned
 from kernels.bench.timing import spread, time_alternately
 from kernels.machine import hardware
 from kernels.machine.allocator import keep_large_blocks
-from kernels.registry import operators, why_not
-from kernels.select import folder
+from kernels.registry import operators
 
 MAX_SECONDS = 6                          # slower or larger implementations are timed only if --only names them
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
@@ -88,8 +87,7 @@ def _plan(args: argparse.Namespace) -> str:
     """Describes what will be timed and for how long, including an untimed call before each timed call."""
     case = case_of(args.op)
     names = [name for name in case.names() if not args.only or name in args.only or name == case.baseline]
-    files = {name: name.split()[0] for name in names}            # "conv1d in one block" runs where conv1d runs
-    runnable = [name for name, file in files.items() if why_not(folder(args.op, file), file, args.device) is None]
+    runnable = [name for name in names if case.why_not(name, args.device, args.dtype) is None]
     shapes = [*args.shape, *args.sweep]
     timed = 2 * len(runnable) + len(RATIOS)
     seconds = max(1.0, 2 * args.seconds * timed * len(shapes))
@@ -117,7 +115,7 @@ def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], bud
     names = [name for name in case.names() if not only or name in only or name == case.baseline]
     sizes = dict(zip(case.AXES, shape, strict=True))
     at = f"{op} {_sizes(sizes)}"
-    skipped = {name: reason for name in names if (reason := _skip_reason(case, name, name in only, at))}
+    skipped = {name: reason for name in names if (reason := _skip_reason(case, name, dtype, name in only, at))}
     errors, wrong = _verify(case, [name for name in names if name not in skipped], at)
     _print_progress(f"{at}: timing {', '.join(errors)}")
     passes = {(name, part.name): part for name in errors for part in case.passes(name)}
@@ -160,12 +158,12 @@ def _group_reasons(skipped: dict[str, str]) -> list[str]:
     return [", ".join(group) + (":" if group[1:] else "") + reason for reason, group in names.items()]
 
 
-def _skip_reason(case: BenchCase, name: str, named: bool, at: str) -> str | None:
+def _skip_reason(case: BenchCase, name: str, dtype: str, named: bool, at: str) -> str | None:
     """Returns the reason for skipping an implementation, or None.
 
     An implementation named by --only is skipped only if it cannot run. Others must not exceed MAX_SECONDS and MAX_EXTRA_GB.
     """
-    reason = case.why_not(name)
+    reason = case.why_not(name, case.device, dtype)
     if reason or named:
         return reason
     _print_progress(f"{at}: estimating the time of {name}")
@@ -303,6 +301,9 @@ def _check_options(args: argparse.Namespace, case: type[BenchCase]) -> None:
         if name not in case.names():
             raise ValueError(f"--only names an unknown {args.op} implementation, {name!r}; the choices are: "
                              f"{', '.join(case.names())}")
+    reasons = [case.why_not(name, args.device, args.dtype) for name in args.only]
+    if reasons and all(reasons):
+        raise ValueError(f"--only names no implementation that can run here: {'; '.join(dict.fromkeys(map(str, reasons)))}")
     for shape in args.shape:
         if len(shape) != len(case.AXES):
             raise ValueError(f"--shape must have the sizes {','.join(case.AXES)} for {args.op}; got "

@@ -80,14 +80,15 @@ class BenchCase(ABC):
         """Returns the names of all implementations, including those that cannot run here."""
         return registry.names(cls.op)
 
+    @classmethod
+    def why_not(cls, name: str, device: str, dtype: str) -> str | None:
+        """Returns the reason why an implementation cannot run here on the device with this --dtype, or None."""
+        return registry.why_not(cls.op, name, device)
+
     @property
     @abstractmethod
     def sequence(self) -> Tensor:
         """Returns the tensor whose copy is the unit of time in the results."""
-
-    def why_not(self, name: str) -> str | None:
-        """Returns the reason why an implementation cannot run here at this shape, or None."""
-        return registry.why_not(self.op, name, self.device)
 
     @abstractmethod
     def estimate(self, name: str) -> Costs:

@@ -31,15 +31,16 @@ class Case(BenchCase):
     def numbers(N: int, K: int, R: int) -> int:
         return N * K + R * (N + K)
 
+    @classmethod
+    def why_not(cls, name: str, device: str, dtype: str) -> str | None:
+        reason = super().why_not(name, device, dtype)
+        if reason is None and dtype not in MatVec(name).requires.formats:
+            reason = f"{name} does not support the format {dtype}"
+        return reason
+
     @property
     def sequence(self) -> Tensor:
         return self.packed.weight
-
-    def why_not(self, name: str) -> str | None:
-        reason = super().why_not(name)
-        if reason is None and self.format not in MatVec(name).requires.formats:
-            reason = f"{name} does not support the format {self.format}"
-        return reason
 
     def estimate(self, name: str) -> Costs:
         return costs(partial(MatVec(name), self.x, self.packed), self.device)

@@ -213,10 +213,19 @@ def test_a_wrong_gradient_is_not_timed(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_kernel_that_cannot_run_here_is_skipped_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with stub(devices=("cuda",)) as first, stub(devices=("cuda",)) as second:
-        code, out, report = run(capsys, "timex", "--shape", "2,3,16", "--only", f"{first},{second}")
+        code, out, report = run(capsys, "timex", "--shape", "2,3,16", "--only", f"{first},conv1d,{second}")
     assert code == 0
     assert {name: name in reason for name, reason in report["shapes"][0]["skipped"].items()} == {first: True, second: True}
     assert f"{first}, {second}:" in out, "one line for one reason"
+
+
+def test_kernels_that_all_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Timing the baseline alone would end with exit status 0."""
+    with stub(devices=("cuda",)) as first, stub(packages=("no_such_package",)) as second:
+        error = usage_error(["timex", "--only", f"{first},{second}"], monkeypatch, capsys)
+    assert f"{first} runs on cuda" in error
+    assert "no_such_package" in error
+    assert "int4" in usage_error(["matvec", "--dtype", "int4", "--only", "torch_linear"], monkeypatch, capsys)
 
 
 def test_err_ratio() -> None:
