@@ -52,9 +52,8 @@ def runs_on(op: str, name: str) -> str:
 
 
 def runnable_devices(op: str, name: str, devices: Sequence[str]) -> str:
-    if not_built(op, name):
-        return "no"
-    return " ".join(device for device in devices if why_not(op, name, device) is None) or "no"
+    runnable = [device for device in devices if why_not(op, name, device) is None]
+    return "no" if not runnable or not_built(op, name) else " ".join(runnable)
 
 
 def describe(op: str, name: str, devices: Sequence[str]) -> str:
@@ -74,10 +73,9 @@ def idea(op: str, name: str) -> str:
 
     The file is parsed, not imported, because its back end may not be installed.
     """
-    text = (Path(__file__).parent / op / f"{name}.py").read_text(encoding="utf-8")
     try:
-        file = ast.parse(text)
-    except SyntaxError:                  # the column "here" shows the reason
+        file = ast.parse((Path(__file__).parent / op / f"{name}.py").read_bytes())
+    except (OSError, SyntaxError, ValueError):    # the column "here" shows the reason
         return ""
     paragraph = (ast.get_docstring(file) or "").partition("\n\n")[0]
     return " ".join(paragraph.split()).partition(". ")[0].removesuffix(".") + "."

@@ -79,6 +79,11 @@ class Requires:
     scripted: bool = False
     why_not: "Callable[[], str | None] | None" = None
 
+    def __post_init__(self) -> None:
+        for name in ("packages", "devices", "dtypes", "formats", "rounded", "N_sizes"):
+            if not isinstance(getattr(self, name), tuple):           # ("taichi") is a string
+                raise TypeError(f"{name} must be a tuple, such as (x,); got {getattr(self, name)!r}")
+
 
 @cache
 def operators() -> tuple[str, ...]:
@@ -95,7 +100,7 @@ def names(op: str) -> tuple[str, ...]:
     """Returns the names of all implementations of `op` ("timex", "wkv4", ...), whether or not they can run here."""
     folder = Path(__file__).parent / op
     stems = (path.stem for path in sorted(folder.glob("*.py")))
-    return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith("_"))
+    return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith(("_", ".")))
 
 
 def all_names(op: str) -> set[str]:
@@ -116,12 +121,16 @@ def load(op: str, name: str) -> ModuleType:
     """
     if name not in names(op):
         raise UnknownKernel(f"{op} has no implementation {name!r}: choose one of {', '.join(names(op))}")
+    if not name.isidentifier():          # it is part of the name of an operator of torch
+        raise KernelUnavailable(f"kernels/{op}/{name}.py must have a name of letters, digits and underscores")
     try:
         module = importlib.import_module(f"kernels.{op}.{name}")
-    except ModuleNotFoundError as error:
-        raise KernelUnavailable(_package_missing(name, error.name or "?")) from error
-    except Exception as error:           # the file itself contains an error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and error.name.split(".")[0] != "kernels":
+            raise KernelUnavailable(_package_missing(name, error.name)) from error
         raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_error_line(error, f'{name}.py')}") from error
+    if not isinstance(getattr(module, "REQUIRES", None), Requires | None):
+        raise KernelUnavailable(f"kernels/{op}/{name}.py must define REQUIRES as a Requires of kernels/registry.py")
     operator = getattr(sys.modules[f"kernels.{op}"], "OPERATOR", None)
     sets: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw has no class Operator
     missing = min(([part for part in ("REQUIRES", *functions) if not hasattr(module, part)] for functions in sets), key=len)
@@ -130,10 +139,15 @@ def load(op: str, name: str) -> ModuleType:
     return module
 
 
-def _error_line(error: Exception, file: str) -> str:
-    """Returns the error in one line, which begins with the number of the line in `file` that raised the error."""
+def _error_line(error: BaseException, file: str) -> str:
+    """Returns the error in one line, which begins with the number of the line in `file` that raised the error.
+
+    For a syntax error in another file, which `file` imports, the name of that file precedes the number.
+    """
     if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: {error.msg}"
+        other = Path(error.filename or file).name
+        place = ["" if other == file else other, f"line {error.lineno}" if error.lineno else ""]
+        return ": ".join(filter(None, [", ".join(filter(None, place)), error.msg]))
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == file]
     where = f"line {lines[-1]}: " if lines else ""
     return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"

@@ -84,7 +84,16 @@ def assert_refused(call: Callable[[], object], expected_text: str) -> None:
 MISTAKES = {
     "without_backward": ("from kernels.timex.formula import REQUIRES, forward\n", "must define backward"),
     "without_requires": ("from kernels.timex.formula import backward, forward\n", "must define REQUIRES"),
-    "unreadable": ("def forward(:\n", "line 1: invalid syntax"),
+    "with_a_dict": ("REQUIRES = {}\n", "must define REQUIRES as a Requires"),
+    "with_a_string": ("from kernels.registry import Requires\nREQUIRES = Requires(packages=('taichi'))\n",
+                      "line 2: TypeError: packages must be a tuple"),
+    "unreadable": ("def forward(:\n", "unreadable.py cannot be imported: line 1: invalid syntax"),
+    "misspelt": ("from kernels.timex._tyles import TILE\n", "misspelt.py cannot be imported: line 1: ModuleNotFoundError"),
+    "helped": ("from kernels.timex import _helper\n", "helped.py cannot be imported: _helper.py, line 2: invalid syntax"),
+    "null": ("import torch\0\n", "null.py cannot be imported"),
+    "latin": ('"""Caf\xe9."""\n', "latin.py cannot be imported"),
+    "with-hyphen": ("from kernels.timex.formula import REQUIRES, backward, forward\n", "must have a name of letters"),
+    "leaving": ("import sys\nsys.exit()\n", "line 2: SystemExit"),
     "stumbling": ("import torch\ntorch.tensr\n", "line 2: AttributeError"),
     "unbuilt": ("from kernels import native\nfrom kernels.timex.formula import REQUIRES, backward\n\n"
                 "def forward(w, k, eps):\n    native.run('timex_unbuilt', 1)\n", "run make native")}
@@ -104,13 +113,14 @@ for name in sys.argv[1:]:
 def test_a_mistake_in_a_kernel_s_file_is_one_sentence(tmp_path: Path) -> None:
     """python -m kernels still lists all kernels."""
     shutil.copytree(Path(registry.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, (text, _) in MISTAKES.items():
-        (tmp_path / "kernels" / "timex" / f"{name}.py").write_text(text, encoding="utf-8")
+    for name, (text, _) in {**MISTAKES, "_helper": ("\ndef forward(:\n", ""), ".#editor": ("", "")}.items():
+        (tmp_path / "kernels" / "timex" / f"{name}.py").write_text(text, encoding="latin-1")
     done = subprocess.run([sys.executable, "-c", CALLS, *MISTAKES], cwd=tmp_path, capture_output=True, text=True, check=True)
     errors_by_name = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert all(expected_text in errors_by_name[name] for name, (_, expected_text) in MISTAKES.items()), done.stdout
     listing = subprocess.run([sys.executable, "-m", "kernels"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert all(name in listing for name in (*MISTAKES, "formula"))
+    assert "editor" not in listing
 
 
 def test_what_computes_in_float64_is_named() -> None:
