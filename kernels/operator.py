@@ -11,6 +11,7 @@ A call takes one of two paths. Both run the same functions, forward and backward
   mode or a subclass of Tensor must see a single operator without its internal operations.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -119,6 +120,24 @@ class Operator:
 
     def _backward(self, *saved_and_gradients: Tensor) -> Any:
         raise NotImplementedError
+
+    def _outputs_of(self, results: Any, like: Sequence[Tensor]) -> Tensors:
+        """Returns what an implementation's forward has returned as a tuple. The outputs must have the shapes of `like`."""
+        return self._with_shapes("forward", [name for name, _ in self.outputs], results, like)
+
+    def _gradients_of(self, results: Any, like: Sequence[Tensor]) -> Tensors:
+        """Returns what an implementation's backward has returned as a tuple. The gradients must have the shapes of `like`."""
+        return self._with_shapes("backward", [f"grad_{name}" for name in self.gradients], results, like)
+
+    def _with_shapes(self, part: str, names: Sequence[str], results: Any, like: Sequence[Tensor]) -> Tensors:
+        tensors = _tuple(results)
+        actual = [tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__ for tensor in tensors]
+        expected = [tuple(tensor.shape) for tensor in like]
+        assert actual == expected, (
+            f"{part} of {self._implementation.__name__} must return "
+            f"{', '.join(f'{name} {shape}' for name, shape in zip(names, expected, strict=True))}; "
+            f"got {', '.join(map(str, actual))}")
+        return tensors
 
     def _by_input(self, saved: Tensors) -> dict[str, Tensor]:
         """Returns the saved tensors by the name of the input that has the same shape and dtype."""

@@ -39,11 +39,13 @@ class Softmax(Operator):
         return y
 
     def _forward(self, x: Tensor) -> Tensor:
-        return _as_in(x, self._implementation.forward(self._supported_rows(x)))
+        rows = self._supported_rows(x)
+        return _as_in(x, *self._outputs_of(self._implementation.forward(rows), [rows]))
 
     def _backward(self, *saved_and_gradients: Tensor) -> Tensor:
         y, grad_y = saved_and_gradients
-        return _as_in(y, self._implementation.backward(self._supported_rows(y), self._supported_rows(grad_y)))
+        rows = self._supported_rows(y)
+        return _as_in(y, *self._gradients_of(self._implementation.backward(rows, self._supported_rows(grad_y)), [rows]))
 
     def _supported_rows(self, x: Tensor) -> Tensor:
         dtype = x.dtype if x.dtype in self.requires.dtypes else torch.float32

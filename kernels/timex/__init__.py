@@ -42,7 +42,8 @@ class TimeX(Operator):
 
     def _forward(self, w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
         dtype = self._compute_dtype(w, k)
-        out: Tensor = self._implementation.forward(self._pad(w, dtype), self._pad(k, dtype), eps)
+        padded = self._pad(k, dtype)
+        out, = self._outputs_of(self._implementation.forward(self._pad(w, dtype), padded, eps), [padded])
         return _crop(out, like=k)
 
     def _backward(self, *saved_and_gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,8 @@ class TimeX(Operator):
         w, k, _ = saved_and_gradients
         dtype = self._compute_dtype(w, k)
         padded = [self._pad(tensor, dtype) for tensor in saved_and_gradients]
-        grad_w, grad_k = getattr(self._implementation, "backward", self._both_gradients)(*padded)
+        gradients = getattr(self._implementation, "backward", self._both_gradients)(*padded)
+        grad_w, grad_k = self._gradients_of(gradients, padded[:2])
         return _crop(grad_w, like=w), _crop(grad_k, like=k)
 
     def _both_gradients(self, w: Tensor, k: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:

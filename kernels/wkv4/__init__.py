@@ -76,12 +76,14 @@ class WKV4(Operator):
         return y, WKVState(a, b, p)
 
     def _forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        outputs = self._implementation.forward(*self._supported_inputs(inputs), **self._options)
-        return contiguous_like(outputs, (inputs[2], *inputs[4:]))
+        supported = self._supported_inputs(inputs)
+        outputs = self._implementation.forward(*supported, **self._options)
+        return contiguous_like(self._outputs_of(outputs, (supported[2], *supported[4:])), (inputs[2], *inputs[4:]))
 
     def _backward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        gradients = self._implementation.backward(*self._supported_inputs(inputs), **self._options)
-        return contiguous_like(gradients, inputs[:6])
+        supported = self._supported_inputs(inputs)
+        gradients = self._implementation.backward(*supported, **self._options)
+        return contiguous_like(self._gradients_of(gradients, supported[:6]), inputs[:6])
 
     def _supported_inputs(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Returns the inputs, contiguous and in supported dtypes.

@@ -72,13 +72,15 @@ class WKV7(Operator):
 
     def _forward(self, *inputs: Tensor) -> Tensors:
         _, T, _, N = inputs[0].shape
-        y, state = self._implementation.forward(*self._supported_inputs(inputs[:7]), *inputs[7:])
+        supported = self._supported_inputs(inputs[:7])
+        outputs = self._implementation.forward(*supported, *inputs[7:])
+        y, state = self._outputs_of(outputs, (supported[3], supported[6]))
         return contiguous_like((y[:, :T, :, :N], state[..., :N, :N]), (inputs[3], inputs[6]))
 
     def _backward(self, *saved: Tensor) -> Tensors:
         _, T, _, N = saved[0].shape
         *inputs, grad_y, grad_state = self._supported_inputs((*saved[:7], *saved[-2:]))
-        gradients = self._implementation.backward(*inputs, *saved[7:-2], grad_y, grad_state)
+        gradients = self._gradients_of(self._implementation.backward(*inputs, *saved[7:-2], grad_y, grad_state), inputs)
         cropped = *(gradient[:, :T, :, :N] for gradient in gradients[:SEQUENCES]), gradients[SEQUENCES][..., :N, :N]
         return contiguous_like(cropped, saved[:7])
 

@@ -173,6 +173,17 @@ def test_the_gradient_cannot_be_differentiated_again(operator: Callable[[Tensor]
         torch.autograd.grad(grad.sum(), k)
 
 
+@pytest.mark.parametrize(("forward", "backward", "message"), [
+    (lambda x: None, None, "forward .* must return y .*; got NoneType"),
+    (lambda x: x[0], None, r"forward .* must return y \(2, 3\); got \(3,\)"),
+    (lambda x: (x.clone(), x.clone()), None, "forward .* must return y .*; got"),
+    (torch.clone, lambda y, grad_y: grad_y.numpy(), "backward .* must return grad_x .*; got ndarray"),
+], ids=("nothing", "another shape", "too many", "an array"))
+def test_what_a_kernel_returns_wrongly_is_named(forward: Any, backward: Any, message: str) -> None:
+    with stub("softmax", forward, backward) as name, pytest.raises(AssertionError, match=message):
+        Softmax(name)(torch.ones(2, 3, requires_grad=True)).sum().backward()
+
+
 def test_gradients_go_only_to_the_inputs_that_need_one() -> None:
     """Gradients of inputs that need none are dropped, whatever the order of the inputs."""
     *tensors, state = cases.inputs(2, 9, 3)
