@@ -262,8 +262,8 @@ class OpenCheckpoint(NamedTuple):
         if self.checkpoint.state_note:
             notes.append(("state", self.checkpoint.state_note))
         if self.checkpoint.adapter_kind:
-            notes.append(("adapter", f"{self.checkpoint.adapter_kind} at {self.checkpoint.path} is merged into the matrices of "
-                          f"{counted(len(self.checkpoint.unadapted), 'layer')}"))
+            notes.append(("adapter", f"{self.checkpoint.adapter_kind} at {self.checkpoint.path} is merged into "
+                          f"{counted(len(self.checkpoint.unadapted), 'linear layer')}"))
         if self.assumed:
             notes.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))
         if end := self.tokenizer.end_line():

@@ -33,6 +33,7 @@ if TYPE_CHECKING:                        # files.py imports PyTorch
 # These options apply to weights only
 WEIGHT_OPTIONS = ("dtype", "calibrate", "format", "layout", "lora", "lora_alpha", "tokenizer", "end_of_text")
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # these formats cannot contain a tokenizer
+READ_WITH_TOKENIZER = ("gguf", "huggingface")            # other programs take the tokenizer from files in these formats
 
 EPILOG = """IN's format is detected from its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face or a run directory.
 OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .st for web-rwkv and ai00, in float16; .bin or .ggmf for
@@ -109,8 +110,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     Args:
         dtype: the dtype to write; None keeps each tensor's dtype.
         format: the name of target's format; None infers it from the suffix.
-        tokenizer: the tokenizer to write with the weights, a name as in Tokenizer.named; by default the source's tokenizer, if
-            any.
+        tokenizer: the tokenizer to write with the weights, a name as in Tokenizer.named; by default the source's tokenizer, or
+            else, in the formats READ_WITH_TOKENIZER, the one that the programs assume (assumed_tokenizer).
         end_of_text: the end-of-text token of a .json tokenizer; by default the token that the source states, or else the
             tokenizer's file.
         layout: the layout of an RWKV-7 Hugging Face directory, one of LAYOUTS.
@@ -122,6 +123,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     """
     from rwkv.checkpoint.files import (
         WITH_TEMPLATES,
+        assumed_tokenizer,
         read_checkpoint,
         texts_beside,
         tokenizer_of,
@@ -139,8 +141,14 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     _warn_of_second_rounding(checkpoint, dtype)
     if lora is not None:
         checkpoint = with_adapter(checkpoint, lora, lora_alpha)
+    assumed = assumed_tokenizer(checkpoint) if tokenizer is None and name in READ_WITH_TOKENIZER else None
+    chosen = None
     if tokenizer is not None or end_of_text is not None:
         chosen = tokenizer_of(checkpoint, tokenizer, end_of_text, "--tokenizer")
+    elif assumed:
+        with suppress(UserError):        # the vocabulary is not installed: the last line of output says what the file lacks
+            chosen = tokenizer_of(checkpoint, option="--tokenizer")
+    if chosen is not None:
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
     for note in checkpoint.notes:
         _log(f"WARNING: {note}")
@@ -149,6 +157,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     config = checkpoint.config
     _log(f"{checkpoint.path}: {generation(config).NAME}, {counted(config.n_layer, 'layer')}, {config.n_embd} wide, "
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")
+    if assumed and chosen is not None:
+        _log(f"tokenizer: {assumed} (guessed from the vocabulary size, {checkpoint.vocab_size:,})")
     if checkpoint.unadapted:
         _log(_adapter_line(checkpoint, dtype))
     with suppress(UserError):            # an unknown end-of-text token is not an error here
@@ -169,6 +179,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         _log(f"{target} does not contain {', '.join(lost)} of {source}: the format {name} cannot store them")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
         _log(f"{target} does not contain the tokenizer: the format {name} cannot store a tokenizer")
+    if not checkpoint.tokenizer and name in READ_WITH_TOKENIZER:
+        _log(f"{target} does not contain a tokenizer, which other programs require: --tokenizer=NAME adds one")
 
 
 def _require_unpacked(checkpoint: "Checkpoint") -> None:
@@ -203,7 +215,7 @@ def _calibrate(checkpoint: "Checkpoint", text: Path) -> "Checkpoint":
 def _adapter_line(checkpoint: "Checkpoint", dtype: str | None) -> str:
     from rwkv.checkpoint.tuned import surviving_fraction
 
-    merged = f"adapters merged into the weights of {counted(len(checkpoint.unadapted), 'layer')}"
+    merged = f"adapters merged into {counted(len(checkpoint.unadapted), 'linear layer')}"
     if dtype in (None, "float32"):
         return f"{merged}, in float32"
     survives = surviving_fraction(checkpoint.weights.stored, checkpoint.unadapted, str(dtype))
@@ -232,7 +244,8 @@ def _parser() -> Parser:
     parser.add_argument("--state-layout", choices=STATE_LAYOUTS, metavar="LAYOUT", help="layout of a tuned state IN, if the "
                         f"layout cannot be inferred: {' or '.join(STATE_LAYOUTS)}")
     parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
-                        help="tokenizer to write: world, FILE.json or FILE.txt; default: IN's")
+                        help="tokenizer to write: world, FILE.json or FILE.txt; default: IN's, or "
+                        "else, in a GGUF file or a directory, world if the vocabulary has 65,536 tokens")
     parser.add_argument("--end-of-text", metavar="TEXT", help="end-of-text token of FILE.json; default: IN's or FILE.json's")
     return parser
 

@@ -28,7 +28,7 @@ from kernels.select import select
 from rwkv.chat.metadata import generation_in, special_tokens_for, template_file, template_in, tool_template_in
 from rwkv.chat.names import default_template, template_of_series
 from rwkv.checkpoint import formats
-from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
+from rwkv.checkpoint.files import WORLD_VOCABULARY, checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.checkpoint.formats import ggmf
 from rwkv.errors import CheckpointError, UserError
 from rwkv.pretrained import RWKV
@@ -172,6 +172,23 @@ def test_a_converted_model_still_belongs_to_its_series(tmp_path: Path, target: s
     convert.convert(source, tmp_path / target)
     (tmp_path / target).rename(tmp_path / f"model{Path(target).suffix}")
     assert default_template(str(tmp_path / f"model{Path(target).suffix}")).template == "g1"
+
+
+@pytest.mark.parametrize("target", ["out.gguf", "out"])
+def test_a_file_for_other_programs_gets_the_tokenizer_that_ours_assume(tmp_path: Path, target: str,
+                                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    """llama.cpp and transformers cannot use a file without a tokenizer. Programs here assume the World vocabulary."""
+    pytest.importorskip("pyrwkv_tokenizer", reason="pyrwkv-tokenizer, which carries the vocabulary, is not installed")
+    sizes = {"n_layer": 1, "n_embd": 64}
+    small_model(generation="rwkv7", vocab_size=WORLD_VOCABULARY, **sizes).save_pretrained(tmp_path / "model.pth")
+    small_model(generation="rwkv7", vocab_size=300, **sizes).save_pretrained(tmp_path / "small.pth")
+    convert.convert(tmp_path / "model.pth", tmp_path / target)
+    assert "tokenizer: world" in capsys.readouterr().err
+    converted = read_checkpoint(tmp_path / target)
+    assert converted.tokenizer is not None
+    assert tokenizer_of(converted).kind == "world"
+    convert.convert(tmp_path / "small.pth", tmp_path / f"small-{target}")
+    assert "--tokenizer" in capsys.readouterr().err
 
 
 def test_a_chat_template_that_nobody_else_has_is_not_replaced(model: RWKV, tmp_path: Path,
