@@ -3,6 +3,7 @@
 With a NAME, ORG/REPO, it lists the models in this repository on the Hugging Face Hub, and which of them are downloaded.
 """
 
+import sys
 from pathlib import Path
 
 from kernels.arguments import Parser
@@ -26,11 +27,17 @@ def main(arguments: list[str] | None = None) -> None:
         width = max((len(name) for name, _, _ in lines), default=0)
         for name, size, note in lines:
             print(f"{name:{width}}  {size / GB:8.2f} GB  {note}".rstrip(), flush=True)
+        if not lines:
+            print("no runs in this folder, and no downloads: timemix list ORG/REPO lists a repository", file=sys.stderr)
 
 
 def _local_models() -> list[tuple[str, int, str]]:
-    """Returns the name, the size in bytes and a note for each run and each downloaded model."""
-    return [*((str(run), size_on_disk(run / LAST), "a run") for run in saved_runs(LATEST.parent)),
+    """Returns the name, the size in bytes and a note for each run and each downloaded model.
+
+    Runs and the folders of sweeps are in runs/, or in this folder if out_dir= named them.
+    """
+    runs = sorted({*saved_runs(LATEST.parent), *saved_runs(Path())})
+    return [*((str(run), size_on_disk(run / LAST), "a run") for run in runs),
             *((str(each.name), each.size, "downloaded") for each in hub.cached_models())]
 
 
