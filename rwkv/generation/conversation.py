@@ -111,11 +111,11 @@ class Chat:
         self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
 
     def load(self, messages: object) -> None:
-        """Replaces the messages of the conversation. Raises UserError if the new messages are malformed.
+        """Replaces the messages of the conversation, also by none. Raises UserError if the new messages are malformed.
 
         Half a surrogate pair, which UTF-8 cannot encode, becomes U+FFFD.
         """
-        self.messages = list(check_messages(without_surrogates(messages)))
+        self.messages = list(check_messages(without_surrogates(messages))) if messages != [] else []
 
     def _answer_after(self, before: list[Message]) -> Iterator[str]:
         try:

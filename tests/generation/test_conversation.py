@@ -285,6 +285,14 @@ def test_penalties_are_those_of_the_conversation_however_much_of_it_was_read_bef
         item.name: getattr(first.sampling, item.name) for item in fields(Sampling)}))
 
 
+def test_a_conversation_without_messages_is_saved_and_loaded(tmp_path: Path) -> None:
+    assert Terminal(talk()).turn(f"/save {tmp_path / 'talk.json'}")
+    terminal = Terminal(talk())
+    list(terminal.talk.say("Hi"))
+    assert terminal.turn(f"/load {tmp_path / 'talk.json'}")
+    assert terminal.talk.messages == []
+
+
 def test_half_a_character_in_a_saved_conversation_is_replaced(tmp_path: Path) -> None:
     """Some programs cut a text inside an emoji. Such a text can neither be encoded nor saved."""
     (tmp_path / "talk.json").write_text('{"messages": [{"role": "user", "content": "a\\ud83d"}]}')
