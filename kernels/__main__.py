@@ -1,4 +1,4 @@
-"""python -m kernels lists the implementations of every operator.
+"""python -m kernels: Lists the implementations of every operator.
 
 Each line shows an implementation's idea, the supported devices, and the reason if the implementation cannot run here.
 """
@@ -20,7 +20,7 @@ WIDTH = 127
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    Parser("kernels", __doc__).parse_args(argv)
+    Parser("kernels", (__doc__ or "").partition(": ")[2]).parse_args(argv)
     try:
         show()
         print(end="", flush=True)        # sys.stdout is None in a program started with >&-

@@ -8,7 +8,9 @@ import argparse
 import difflib
 import math
 import os
+import re
 import shutil
+import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,8 +28,9 @@ class Parser(argparse.ArgumentParser):
     rewrite_usage: ClassVar[Callable[[str], str]] = str
 
     def __init__(self, module: str, description: str | None, epilog: str | None = None) -> None:
-        super().__init__(prog=Parser.rewrite_usage(f"python -m {module}"), description=Parser.rewrite_usage(description or ""),
-                         epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog=Parser.rewrite_usage(f"python -m {module}"),
+                         description=_wrapped(Parser.rewrite_usage(description or "")), epilog=_wrapped(epilog or ""),
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         arguments, unknown = self.parse_known_args(args, namespace)
@@ -40,6 +43,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _wrapped(text: str) -> str:
+    """Returns the text with its paragraphs wrapped for the terminal, except those with an indented line, such as examples."""
+    wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join(part if re.search("^ ", part, re.MULTILINE) else wrapper.fill(part)
+                       for part in text.strip("\n").split("\n\n"))
 
 
 def from_home(text: str) -> str:

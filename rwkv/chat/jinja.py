@@ -234,10 +234,10 @@ class JinjaTemplate(ChatTemplate):
         start = thoughts_at_end(self._short_prompt(think is True))
         closed = "</think" in start
         if think == "fake" and not closed:
-            raise UserError(f"think=fake: the chat template {self.name} cannot write an empty thought. Use think=true or "
+            raise UserError(f"think=fake: the chat template {self.name} cannot write empty reasoning. Use think=true or "
                             "think=false")
         if think is True and (closed or not self.thinks):
-            raise UserError(f"think: the chat template {self.name} does not support thoughts")
+            raise UserError(f"think: the chat template {self.name} does not support reasoning")
         return start
 
     def _short_prompt(self, think: bool) -> str:

@@ -147,7 +147,7 @@ class TurnTemplate(ChatTemplate):
 
     def answer_start(self, think: Think = False) -> str:
         if think and not self.thinks:
-            raise UserError(f"think: the chat template {self.name} does not support thoughts. Use g1")
+            raise UserError(f"think: the chat template {self.name} does not support reasoning. Use g1")
         return THOUGHT_STARTS[think]
 
 

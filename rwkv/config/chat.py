@@ -16,7 +16,7 @@ class ChatConfig(DraftedConfig):
                                "trainer's)",
                                verbatim=PATH)
     state_layout: str | None = layout_option("state=")
-    think: str = option("false", "true: answers begin with thoughts; fake: with an empty thought (only templates g1, flower)",
+    think: str = option("false", "true: answers begin with reasoning; fake: with empty reasoning (only templates g1, flower)",
                         one_of=THINK)
     seed: int = option(0, "random seed of the first answer; the next answer has seed + 1", least=0,
                        most=LARGEST_SEED // 2)           # leaves room for the seeds of later answers

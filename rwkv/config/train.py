@@ -77,8 +77,8 @@ class DataConfig:
                                    needs=("data.name", "text", "jsonl", "hf"))
     template: str | None = option(None, f"chat template: {TEMPLATES}; null: the template of init_from", verbatim=PATH,
                                   filled=True, needs=("data.name", "chat"))
-    think: str = option("false", "how answers begin in training: true: answers with thoughts follow the template's <think; "
-                        "fake: the last answer follows an empty thought; false: as in the conversation",
+    think: str = option("false", "how answers begin in training: true: answers with reasoning follow the template's <think; "
+                        "fake: the last answer follows empty reasoning; false: as in the conversation",
                         one_of=THINK, needs=("data.name", "chat"))
     preview: bool = option(False, "true: show two conversations, with the trained text marked, and exit",
                            needs=("data.name", "chat"))

@@ -22,7 +22,7 @@ Commands:
 Ctrl-C stops the answer, not the program. Esc, then Enter starts a new line. The
 state is carried over: each turn prefills only its new tokens. The first lines
 show the chat template and the sampling options, and why they were chosen.
-Thoughts are dim in a terminal, and between <think> and </think> elsewhere.
+Reasoning is dim in a terminal, and between <think> and </think> elsewhere.
 """
 
 import json
@@ -161,7 +161,7 @@ class Terminal:
         if is_empty and not stop.requested:
             _say("the answer is empty")
         if answer.in_thoughts and self.talk.stats.written == self.talk.max_new_tokens:
-            _say(f"max_new_tokens={self.talk.max_new_tokens} cut the thoughts short: raise this limit with "
+            _say(f"max_new_tokens={self.talk.max_new_tokens} cut the reasoning short: raise this limit with "
                  "/set max_new_tokens=NUMBER")
 
     def _think(self, text: str) -> None:

@@ -28,9 +28,9 @@ from rwkv.io.json_types import JsonMapping
 SAMPLING_OPTIONS = tuple(item.name for item in fields(Sampling))
 UNCHANGED = Sampling(temperature=1.0, top_p=1.0)         # samples from the model's own distribution
 G1_PRESETS: dict[Think, tuple[str, str]] = {     # the preset and its purpose, by the value of `think`
-    True: ("g1_think", "the author's advice for G1 models if answers begin with thoughts"),
-    "fake": ("g1_fake", "the author's advice for G1 models if answers begin with an empty thought"),
-    False: ("chat", "for G1 models if answers begin without thoughts")}
+    True: ("g1_think", "the author's advice for G1 models if answers begin with reasoning"),
+    "fake": ("g1_fake", "the author's advice for G1 models if answers begin with empty reasoning"),
+    False: ("chat", "for G1 models if answers begin without reasoning")}
 G1_TEMPLATES = ("g1", "flower")          # chat templates of G1 models
 
 

@@ -14,7 +14,7 @@ tool_choice of required or of one function forces a call, whose arguments must
 match the function's schema. "strict": true in a function enforces its schema
 in all calls.
 
-Thoughts are returned in reasoning_content, separate from content. How an answer
+Reasoning is returned in reasoning_content, separate from content. How an answer
 begins is set by think (true, false or fake) or enable_thinking in
 chat_template_kwargs, or by reasoning_effort (none, minimal, low, medium, high).
 

@@ -392,8 +392,8 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
             requested[by_effort] = THINK_OF_EFFORT.get(effort, True)
         for first, second in combinations(requested, 2):
             if {requested[first], requested[second]} == {True, False}:
-                raise ApiError(400, f"{second} conflicts with {first}: one field turns thinking on, and the other turns "
-                                    "thinking off. Send only one of the two", second)
+                raise ApiError(400, f"{second} conflicts with {first}: one field turns reasoning on, and the other turns "
+                                    "reasoning off. Send only one of the two", second)
         field = next(iter(requested), "")
         return Thinking(requested.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
 

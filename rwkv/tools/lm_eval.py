@@ -12,6 +12,7 @@ pip install -e '.[lm-eval]' installs the harness.
 import sys
 from collections.abc import Sequence
 
+from kernels.arguments import Parser
 from kernels.machine import threads
 from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
@@ -30,6 +31,9 @@ def main() -> None:
         try:
             import lm_eval.__main__ as harness
         except ImportError as error:
+            if {"-h", "--help"} & {*sys.argv[1:]}:           # the rest of the help is the harness's own
+                print(Parser.rewrite_usage(__doc__ or "").rstrip(), flush=True)
+                return
             raise UserError(f"lm_eval cannot be imported ({error}): in a clone of this project's repository, run pip install "
                             "-e '.[lm-eval]'") from None
         from rwkv.tools import _harness

@@ -31,6 +31,18 @@ def test_help_fits_a_terminal(program: str) -> None:
     assert max(map(len, help_of(program).splitlines())) <= WIDTH
 
 
+@pytest.mark.parametrize("module", ["rwkv.tools.completion", "rwkv.tools.convert", "rwkv.tools.doctor", "rwkv.tools.list",
+                                    "rwkv.tools.pull", "rwkv.tools.report", "rwkv.tools.smoke", "kernels.__main__"])
+def test_the_help_of_a_tool_fits_a_terminal(module: str, monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
+    """Indented lines are examples, which must not be broken, and the usage of single options."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        importlib.import_module(module).main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if not line.startswith(" ")) <= 80
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_explains_every_option(program: str) -> None:
     page = help_of(program)

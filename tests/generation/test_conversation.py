@@ -415,7 +415,7 @@ def test_turns_from_standard_input(run: Run, set_stdin: Callable[[bytes], None])
     assert [message["role"] for message in json.loads(Path("talk.json").read_text())["messages"]] == ["user", "assistant"]
     status, output, error = run("chat", "checkpoint=model.safetensors", "think=true", "device=cpu")
     assert (status, output) == (2, "")
-    assert error.splitlines()[1:] == ["error: think: the chat template world does not support thoughts. Use g1"]
+    assert error.splitlines()[1:] == ["error: think: the chat template world does not support reasoning. Use g1"]
     one_sentence(run("chat", "checkpoint=model.safetensors", "think=maybe", "device=cpu"), "think", "fake")
 
 

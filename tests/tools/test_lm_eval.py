@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from rwkv.errors import UserError
 from rwkv.evaluation import EvaluatedSequence, score_batch, score_endings
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+from rwkv.tools import lm_eval
 from rwkv.tools._lm_eval_options import engine_options, seeds_of
 from rwkv.tools.lm_eval import command_line
 
@@ -46,6 +47,13 @@ def test_the_model_is_ours_unless_another_is_named() -> None:
     assert command_line(["--tasks", "piqa"]) == ["run", "--model", "timemix", "--tasks", "piqa"]
     assert command_line(["run", "--tasks", "piqa"]) == ["run", "--model", "timemix", "--tasks", "piqa"]
     assert command_line(["--model", "hf", "--tasks", "piqa"]) == ["run", "--model", "hf", "--tasks", "piqa"]
+
+
+def test_help_needs_no_harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    monkeypatch.setattr(sys, "argv", ["timemix lm_eval", "--help"])
+    lm_eval.main()
+    assert "--model_args" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("task", "tokens"), [

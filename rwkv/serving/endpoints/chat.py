@@ -135,8 +135,8 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
     try:
         service.template.answer_start(thinking.think)
         if calls and thinking.think is True:
-            raise UserError("think: thinking conflicts with a tool_choice that requires a tool call. Send tool_choice=auto, or "
-                            "turn thinking off")
+            raise UserError("think: reasoning conflicts with a tool_choice that requires a tool call. Send tool_choice=auto, "
+                            "or turn reasoning off")
     except UserError as error:
         if thinking.wish:
             return thinking._replace(think=False)
