@@ -347,7 +347,9 @@ class Model(nn.Module):
             block.get_submodule("att").register_parameter("time_state", nn.Parameter(state))
 
     def check_state(self, state: State, B: int) -> None:
-        """Raises ValueError unless `state` has the shapes of this model's state for B rows."""
+        """Raises ValueError unless `state` is a State with the shapes of this model's state for B rows."""
+        if not isinstance(state, State):
+            raise ValueError(f"state must be a state that this model has returned, or None; got a {type(state).__name__}")
         expected = [tuple(part.shape) for part in self.zero_state(B, "meta")]
         shapes = [tuple(part.shape) for part in state]
         if shapes != expected:

@@ -5,7 +5,9 @@ test_parity.py compares RWKV-4 with its paper's formulas, and rwkv7/test_rwkv7.p
 
 import copy
 import math
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from kernels.select import select
 from rwkv.config import ModelConfig, OptimConfig
+from rwkv.model.state import State
 from rwkv.pretrained import RWKV
 from rwkv.training.task import LanguageModel
 
@@ -165,6 +168,14 @@ def test_a_trace_is_the_model() -> None:
     with torch.no_grad():
         traced = torch.jit.trace(model, (ids,), check_trace=False)
         assert_close(traced(tokens(model, seed=2))[0], model(tokens(model, seed=2))[0], 1e-5)
+
+
+@each_generation
+@pytest.mark.parametrize("convert", [list, tuple, lambda state: state.named()])
+def test_a_state_of_another_type_is_refused(generation: str, convert: Callable[[State], Any]) -> None:
+    model = small_model(generation=generation)
+    with pytest.raises(ValueError, match="state"):
+        model(tokens(model), convert(model.empty_state(2)))
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (5,), (1, 2, 3)])
