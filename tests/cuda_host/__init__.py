@@ -65,6 +65,7 @@ class Host:
         self.order = ORDERS[0]
         self.program = cache(self._program)
         self.runtime = cache(self._runtime)
+        self.header = cache(self._header)
 
     def launch(self, source: Source, kernel: str, grid: object, block: object, *args: object, shared: int = 0) -> None:
         """Does what Source.launch does, on the CPU: it takes the same arguments and writes to the same tensors."""
@@ -85,10 +86,17 @@ class Host:
             (folder / name).write_text(DYNAMIC_SHARED.sub(r"\1* const \2 = (\1*)cuda_host::dynamic_shared;", text))
         table = "".join(f'describe<{name}>("{name}"), ' for name in kernel_names(source))
         main = folder / "main.cpp"
-        main.write_text(f'#include "cuda_host.h"\n#include "{source.path.name}"\n'
+        main.write_text(f'#include "{self.header()}"\n#include "{source.path.name}"\n'
                         f"namespace cuda_host {{ const Kernel KERNELS[] = {{{table}{{}}}}; }}\n")
         macros = [f"-D{name}={value}" for name, value in source.macros.items()]
         return _compile(main, folder / "program", *SANITIZED, "-I", str(HERE), *macros, str(self.runtime()))
+
+    def _header(self) -> Path:
+        """Precompiles cuda_host.h and the standard library, which takes as long as a small kernel."""
+        header = self.folder / "host.h"
+        header.write_text('#include "cuda_host.h"\n')
+        _compile(header, self.folder / "host.h.gch", *SANITIZED, "-I", str(HERE))
+        return header
 
     def _runtime(self) -> Path:
         return _compile(HERE / "cuda_host.cpp", self.folder / "cuda_host.o", "-c", "-O2")
