@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import textwrap
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
@@ -33,6 +34,9 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        args = sys.argv[1:] if args is None else args
+        if any(argument == "" or re.fullmatch("--[a-z-]+=", argument) for argument in args):
+            self.error("an argument is empty, perhaps because a shell variable is not set: give a value, or omit the option")
         arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name, _, value = unknown[0].lstrip("-").partition("=")

@@ -85,6 +85,7 @@ def test_an_unknown_argument_is_named_with_the_function_and_the_known_ones(name:
 
 @pytest.mark.parametrize(("call", "part"), [
     (lambda: RWKV.from_pretrained(None), "path"), (lambda: RWKV.from_pretrained(MODEL), "path"),
+    (lambda: RWKV.from_pretrained(""), "path"), (lambda: MODEL.save_pretrained(""), "path"),
     (lambda: RWKV.from_pretrained("model.pth", lora=3), "lora"), (lambda: MODEL.save_pretrained(None), "path"),
     (lambda: RWKV.from_pretrained("model.pth", device=None), "device"),
     (lambda: RWKV.from_pretrained("model.pth", dtype=torch.bfloat16), "dtype"),

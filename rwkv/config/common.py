@@ -32,13 +32,12 @@ class SavedModelConfig:
 
     checkpoint: str = option(LATEST.as_posix(), "file, Hugging Face directory, run directory, or name on the Hub: "
                              "ORG/REPO/FILE, ORG/REPO or ORG/REPO:Q4_K_M, optionally with @REVISION. Options for states, "
-                             "adapters, tokenizers and templates take such names too", heading="Model", verbatim=PATH,
-                             filled=True)
+                             "adapters, tokenizers and templates take such names too", heading="Model", verbatim=PATH)
     lora: str | None = option(None, "another program's LoRA adapter, merged into the checkpoint: a PEFT directory or an "
-                              "RWKV-PEFT file", verbatim=PATH, filled=True)
+                              "RWKV-PEFT file", verbatim=PATH)
     lora_alpha: float | None = option(None, "LoRA alpha, for adapter files without it, such as RWKV-PEFT's", above=0.0)
     tokenizer: str | None = option(None, "tokenizer, for checkpoints without one: byte, world, FILE.json or FILE.txt",
-                                   verbatim=PATH, filled=True)
+                                   verbatim=PATH)
     end_of_text: str | None = option(None, "end-of-text token; null: the one in the checkpoint or FILE.json", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
@@ -56,7 +55,7 @@ class DraftedConfig(SavedModelConfig):
     draft: str | None = option(None, "draft for speculative decoding, which gives the same output faster on a CPU: ngram, for "
                                "output that repeats itself or the prompt; or a small model with the same vocabulary, named as "
                                "for checkpoint=",
-                               verbatim=PATH, filled=True)
+                               verbatim=PATH)
     draft_tokens: int = option(DRAFT_TOKENS, "maximum tokens proposed at a time; fewer while the draft is often wrong",
                                least=1, most=32)
 

@@ -25,7 +25,8 @@ class GenerateConfig(DraftedConfig):
     stop_tokens: list[int] = option(list, "[ID,...]: stop tokens, not shown")
     json_schema: str | None = option(None, "JSON schema file that each sample must satisfy", verbatim=PATH)
     grammar: str | None = option(None, "Lark grammar file that each sample must follow", verbatim=PATH)
-    regex: str | None = option(None, "regular expression that each sample must match in full", verbatim=TEXT)
+    regex: str | None = option(None, "regular expression that each sample must match in full", verbatim=TEXT,
+                              filled=True)
     sampling: str = preset_option("default")
     stream: bool = option(True, "print a single sample token by token", heading="Output")
     out: str | None = option(None, "JSON Lines file for the samples, with tokens and finish reason", verbatim=PATH)

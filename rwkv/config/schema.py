@@ -30,7 +30,7 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
         one_of, least, most, above, below: the allowed values; None is always allowed. With `least`, a number must be finite.
         verbatim: how a value on the command line is read: `PATH` (~/ is expanded), `NAME`, `TEXT` (null is a string) or
             `GRAMMAR`; None: as `free_text_kind` says.
-        filled: True if the value must not be empty.
+        filled: True if the value must not be empty; a path never may be.
         needs: (option, value, ...): the option that this option requires, and the values that the required option may have;
             without values, any value except null.
         heading: the title in --help above this option and the next ones.
@@ -39,7 +39,7 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
     assert least is not None or most == math.inf, "most requires least"
     assert above is not None or below == math.inf, "below requires above"
     metadata = {"help": help, "heading": heading, "one_of": one_of, "least": least, "most": most, "above": above,
-                "below": below, "verbatim": verbatim, "filled": filled, "needs": needs, **(more or {})}
+                "below": below, "verbatim": verbatim, "filled": filled or verbatim == PATH, "needs": needs, **(more or {})}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)

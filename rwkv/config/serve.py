@@ -41,7 +41,7 @@ class ServeConfig(DraftedConfig):
                              "first those of API keys over their fair share; 0: off, unless states_dir= is set", least=0,
                              heading="Saved states")
     states_dir: str | None = option(None, "folder for saved states, which then survive eviction and restarts; servers may "
-                                    "share it; null: memory only", verbatim=PATH, filled=True)
+                                    "share it; null: memory only", verbatim=PATH)
     states_dir_mib: int = option(4096, "disk space for saved states, MiB; deletes the least recently used ones", least=1)
     responses_mib: int = option(64, "memory for stored responses (/v1/responses), MiB; evicts the least recently used; "
                                 "states_dir= also stores them on disk; 0: off", least=0)

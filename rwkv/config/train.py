@@ -76,7 +76,7 @@ class DataConfig:
                                    "each row of jsonl and hf, is one document", verbatim=NAME, filled=True,
                                    needs=("data.name", "text", "jsonl", "hf"))
     template: str | None = option(None, f"chat template: {TEMPLATES}; null: the template of init_from", verbatim=PATH,
-                                  filled=True, needs=("data.name", "chat"))
+                                  needs=("data.name", "chat"))
     think: str = option("false", "how answers begin in training: true: answers with reasoning follow the template's <think; "
                         "fake: the last answer follows empty reasoning; false: as in the conversation",
                         one_of=THINK, needs=("data.name", "chat"))
@@ -92,7 +92,7 @@ class DataConfig:
     vocab_size: int = option(2048, "vocabulary size of a bpe tokenizer", least=257, most=2**24, needs=("data.tokenizer", "bpe"))
     end_of_text: str | None = option(None, "end-of-text token; null: the one in FILE.json", verbatim=NAME, filled=True)
     batch_size: int = option(8, "batch size: windows per backward pass, over all processes", least=1)
-    cache_dir: str = option(".cache", "cache folder for tokenised data", verbatim=PATH, filled=True)
+    cache_dir: str = option(".cache", "cache folder for tokenised data", verbatim=PATH)
     val_fraction: float = option(0.1, "fraction of the data for validation", above=0.0, below=1.0,
                                  needs=("data.streaming", False))
     num_workers: int = option(0, "data-loader processes; 0: load in the training process", least=0)
@@ -276,10 +276,10 @@ class TuneConfig:
     modules: list[str] = option(list, "LoRA target modules, such as [att.key,att.value]; []: all linear layers of the blocks",
                                 verbatim=GRAMMAR, needs=LORA)
     state: str | None = option(None, "tuned state to start from, any trainer's; null: the one in init_from=, else zeros",
-                               verbatim=PATH, filled=True, needs=("tune.method", "state"))
+                               verbatim=PATH, needs=("tune.method", "state"))
     base: str = option("float32", "dtype of the frozen matrices: float32, bfloat16, or on a CPU int8 or int4", one_of=BASES)
     guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH} (a short "
-                               "text in the package), FILE, or null: no text", verbatim=PATH, filled=True)
+                               "text in the package), FILE, or null: no text", verbatim=PATH)
     objective: str = option("likelihood", "likelihood: cross-entropy; dpo or ipo: preference learning from pairs (data=chat)",
                             one_of=("likelihood", *PREFERENCES))
     beta: float = option(0.1, "beta; a larger beta keeps the model closer to that of init_from= (dpo, ipo)", above=0.0,
@@ -316,11 +316,11 @@ class TrainConfig:
     tune: TuneConfig = field(default_factory=TuneConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = option(0, "random seed of the initial weights and the data order", heading="Run")
-    out_dir: str | None = option(None, "run directory; null: runs/DATE_TIME", verbatim=PATH, filled=True)
+    out_dir: str | None = option(None, "run directory; null: runs/DATE_TIME", verbatim=PATH)
     resume: str | None = option(None, "auto: resume the run in out_dir, or without out_dir the latest run; if there is no run, "
-                                "start one; PATH: resume this run or checkpoint", verbatim=PATH, filled=True)
+                                "start one; PATH: resume this run or checkpoint", verbatim=PATH)
     init_from: str | None = option(None, "base model: a checkpoint of any format, or ORG/REPO/FILE on the Hub; sets weights, "
-                                   "sizes and tokenizer", verbatim=PATH, filled=True)
+                                   "sizes and tokenizer", verbatim=PATH)
     plan: str = option("false", "true: print the plan and exit; timed: time training steps too, even if that takes minutes; "
                        f"{', '.join(GPUS)}: plan for a machine with such GPUs",
                        one_of=("false", "true", "timed", *GPUS))

@@ -79,6 +79,8 @@ def require_type(name: str, value: object, types: type | tuple[type, ...], expec
 
 def require_path(name: str, value: object) -> None:
     require_type(name, value, (str, Path), "a string or a Path")
+    if value == "":                      # Path("") is the current directory
+        raise UserError(f"{name} must not be empty")
 
 
 def require_one_of(name: str, value: object, allowed: Collection[str]) -> None:

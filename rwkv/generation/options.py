@@ -66,7 +66,7 @@ def prompts_from(config: GenerateConfig) -> list[str]:
         return [config.prompt or ""]
     path = Path(config.prompts)
     content = read_bytes(path, f"prompts={path}")
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
         prompts = [text_of(parse(line, where), "prompt", where) for where, line in lines if line.strip()]
     else:

@@ -7,8 +7,8 @@ are written directly.
 import os
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +19,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
     The new file has the permissions of the old one. If writing fails, the old file is unchanged.
     """
     if path.exists() and not path.is_file():             # a rename would replace a device or pipe
-        with path.open("wb") as file:
+        with errors_of(path), path.open("wb") as file:
             write(file)
         return
     path = Path(os.path.realpath(path))
@@ -49,11 +49,18 @@ def copy_permissions(source: Path, target: Path) -> None:
 
 def append(path: Path, content: bytes) -> None:
     """Appends to a file. If this fails, the OSError contains the file's name."""
+    with errors_of(path), path.open("ab") as file:
+        file.write(content)
+
+
+@contextmanager
+def errors_of(path: Path) -> Iterator[None]:
+    """Adds the name of the file `path`, which the `with` block writes, to an OSError without one, such as a full disk's."""
     try:
-        with path.open("ab") as file:
-            file.write(content)
+        yield
     except OSError as error:
-        error.filename = str(path)       # a full disk's error names no file
+        if error.filename is None and not isinstance(error, BrokenPipeError):    # standard output's reader has gone
+            error.filename = str(path)
         raise
 
 

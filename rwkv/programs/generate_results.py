@@ -23,6 +23,7 @@ from rwkv.generation.request import Request
 from rwkv.generation.row import Row, Sample
 from rwkv.generation.state_files import save_context
 from rwkv.generation.stopping import StoppingCriteria
+from rwkv.io.atomic import errors_of
 from rwkv.io.lines import counted, escape_controls
 from rwkv.io.signals import StopRequest
 from rwkv.model.base import Model
@@ -67,6 +68,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
                 _write_texts(samples, clock, request, n_written)
             report = clock.report()
             if config.out and out is None:           # not earlier, so that an error leaves the old file
+                files.enter_context(errors_of(Path(config.out)))
                 out = files.enter_context(Path(config.out).open("w", encoding="utf-8"))
             if file := out or (sys.stderr if config.logprobs else None):
                 _write_json(samples, file)

@@ -37,7 +37,7 @@ def holds_answers(path: Path) -> bool:
     """Returns True if the file contains conversations. An invalid first line gives False; read_last_words reports it."""
     require_file(path)
     with suppress(UserError):
-        return path.suffix == ".jsonl" and holds_conversations(path)
+        return path.suffix.lower() == ".jsonl" and holds_conversations(path)
     return False
 
 

@@ -60,7 +60,7 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
         _warn_lost(sum((answer.lost for answer in answers), NOTHING), "the answers")
         print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
         score = evaluate("answers", answers, config, opened.model())
-    elif path.suffix == ".jsonl":
+    elif path.suffix.lower() == ".jsonl":
         words = read_last_words(tokenizer, path, start)
         _warn_lost(sum((word.lost for word in words), NOTHING), "the last words")
         score = evaluate("last_word", words, config, opened.model())

@@ -255,6 +255,18 @@ def test_a_directory_says_what_ends_a_text(tmp_path: Path, declared: dict[str, A
     assert tokenizer_of(read_checkpoint(folder), end_of_text="<s>").ends == (1,)
 
 
+def test_a_folder_of_other_files_is_refused_for_its_own_files_before_those_of_its_folders(tmp_path: Path) -> None:
+    """A home folder has millions of files."""
+    for name in ("a/b/file", "z"):
+        (tmp_path / "home" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "home" / name).touch()
+    with pytest.raises(UserError, match=r"home contains z,"):
+        small_model().save_pretrained(tmp_path / "home")
+    (tmp_path / "home" / "z").unlink()
+    with pytest.raises(UserError, match=r"home contains a/b/file,"):
+        small_model().save_pretrained(tmp_path / "home")
+
+
 def test_edits_of_the_tokenizer_in_a_written_directory_are_read(tmp_path: Path) -> None:
     """The weights' file has the tokenizer, too, and is read where nobody has edited the directory's files."""
     folder = tmp_path / "model"

@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from models import small_model
 from omegaconf import OmegaConf
 from programs import PROGRAMS, Run, composed
 
@@ -93,3 +94,16 @@ def test_a_path_begins_at_home_in_every_program(monkeypatch: pytest.MonkeyPatch,
     assert options.tokenizer == str(expected)
     assert program_arguments.from_home("~x/y") == "~x/y"
     assert program_arguments.from_home("a~/y") == "a~/y"
+
+
+@pytest.mark.parametrize("arguments", [["", "out.pth"], ["model.pth", ""], ["model.pth", "out.pth", "--tokenizer="]])
+def test_an_empty_argument_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                      arguments: list[str]) -> None:
+    """A shell variable may not be set, and an empty path would be the current directory."""
+    monkeypatch.chdir(tmp_path)
+    small_model().save_pretrained(tmp_path / "model.pth")
+    with pytest.raises(SystemExit) as status:
+        convert.main(arguments)
+    error = capsys.readouterr().err
+    assert (status.value.code, error.count("\n"), "empty" in error) == (2, 1, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]

@@ -8,6 +8,7 @@ from rwkv.config import (
     ChatConfig,
     DataConfig,
     EvaluateConfig,
+    GenerateConfig,
     LoggerConfig,
     OptimConfig,
     TrainConfig,
@@ -60,7 +61,8 @@ def test_an_error_names_the_option_with_its_group() -> None:
 @pytest.mark.parametrize(("config", "key"), [
     *((TrainConfig, key) for key in ("out_dir", "resume", "init_from")), (TuneConfig, "tune.state"), (TuneConfig, "tune.guard"),
     *((DataConfig, f"data.{name}") for name in ("cache_dir", "template", "end_of_text")),
-    *((EvaluateConfig, key) for key in ("checkpoint", "lora", "tokenizer"))])
+    *((EvaluateConfig, key) for key in ("checkpoint", "lora", "tokenizer")),
+    *((GenerateConfig, key) for key in ("prompts", "out", "save_state", "state", "grammar", "json_schema", "regex"))])
 def test_the_value_of_a_shell_variable_that_is_not_set_is_refused(config: Callable[..., object], key: str) -> None:
     with pytest.raises(UserError, match=f"^{key} is empty"):
         config(**{key.rpartition(".")[2]: ""})

@@ -128,7 +128,8 @@ NO_LINE_ENDS = "a\u2028b\u2029c\x85d\fe\vf"
 
 
 @pytest.mark.parametrize(("name", "line"), [
-    ("prompts.txt", NO_LINE_ENDS), ("prompts.jsonl", json.dumps({"prompt": NO_LINE_ENDS}, ensure_ascii=False))])
+    ("prompts.txt", NO_LINE_ENDS),
+    *((name, json.dumps({"prompt": NO_LINE_ENDS}, ensure_ascii=False)) for name in ("prompts.jsonl", "PROMPTS.JSONL"))])
 def test_a_line_of_prompts_ends_at_a_newline_alone(tmp_path: Path, name: str, line: str) -> None:
     """A byte order mark is no part of the first line."""
     (tmp_path / name).write_bytes(f"\ufeff{line}\r\n{line}\n".encode())
@@ -215,6 +216,14 @@ def test_a_program_may_be_started_without_standard_input_and_output(run: Run, mo
         assert run("chat", *CHECKPOINT)[0] == 0
         sys.stdin.close()
     assert json.loads(Path("text.jsonl").read_text())["prompt"] == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("option", ["out", "save_state"])
+def test_a_full_disk_is_reported_with_the_file(run: Run, option: str) -> None:
+    status, _, error = run("generate", *CHECKPOINT, "prompt=a", "max_new_tokens=3", f"{option}=/dev/full")
+    assert status == 2
+    assert error.splitlines()[-1].startswith("error: /dev/full: ")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")

@@ -18,6 +18,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 
@@ -199,10 +200,12 @@ def _require_ours(path: Path, texts: Mapping[str, str]) -> None:
     if path.exists() and not path.is_dir():              # write_folder would replace a device or pipe, such as /dev/null
         raise UserError(f"{path} must be a directory, but is a file or a device: choose another name")
     same = {path / name for name, text in texts.items() if (path / name).is_file() and _text(path / name) == text}
-    others = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir() and file not in same
-                    and (file.parent != path or (file.name not in OURS and not card.is_ours(file))))
-    if others:
-        raise UserError(f"{path} contains {others[0]}, which is not part of a checkpoint: choose an empty directory")
+    files = chain(sorted(path.glob("*")), path.rglob("*"))               # the folder's own files first: it may be a home folder
+    other = next((file for file in files if not file.is_dir() and file not in same
+                  and (file.parent != path or (file.name not in OURS and not card.is_ours(file)))), None)
+    if other is not None:
+        raise UserError(f"{path} contains {other.relative_to(path).as_posix()}, which is not part of a checkpoint: choose an "
+                        "empty directory")
 
 
 def _config(path: Path) -> tuple[JsonObject, ModuleType]:
