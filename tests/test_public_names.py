@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import small_model
+from models import small_model, world_vocabulary
 from tokenizer_files import chatml
 from torch import nn
 
@@ -19,10 +19,15 @@ from rwkv.generation.engine import Engine
 from rwkv.generation.request import Request
 from rwkv.generation.state_files import load_context, save_context
 from rwkv.generation.stopping import StoppingCriteria
+from rwkv.tokenizer.tokenizers import WorldTokenizer
 from rwkv.tools import convert
 
 BYTES = Tokenizer.named("byte")
 MODEL: Any = small_model(vocab_size=256)
+
+
+def world() -> WorldTokenizer:
+    return WorldTokenizer(world_vocabulary([]).to_text())
 
 
 class OtherTokenizer:
@@ -99,7 +104,8 @@ def test_an_unknown_argument_is_named_with_the_function_and_the_known_ones(name:
     (lambda: Tokenizer.named(None), "tokenizer"), (lambda: Tokenizer.named(BYTES), "tokenizer"),
     (lambda: Tokenizer.named(Path("gpt2")), "tokenizer"), (lambda: Tokenizer.from_file(None), "file"),
     (lambda: BYTES.encode(None), "string"), (lambda: BYTES.encode_batch([["a"]]), "string"),
-    (lambda: BYTES.decode(None), "ids"), (lambda: BYTES.decode("ab"), "ids"),
+    (lambda: BYTES.encode_batch("ab"), "texts"), (lambda: world().encode_batch("ab"), "texts"),
+    *((lambda ids=ids: BYTES.decode(ids), "ids") for ids in (None, 65, "ab", [65.0], [[65]], ["A"], torch.tensor([[65, 66]]))),
     (lambda: Chat(MODEL, BYTES, "g1", Sampling(), 5), "template")])
 def test_arguments_of_files_and_tokenizers(call: Any, part: str) -> None:
     with pytest.raises(UserError, match=rf"\b{part} must|a text must be a {part}"):

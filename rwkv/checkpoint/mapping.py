@@ -36,6 +36,11 @@ def map_file(path: str | Path) -> Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
+def part_of(mapped: Tensor, start: int, stop: int) -> Tensor:
+    """Returns bytes of a mapped file as a tensor with its own storage, because torch.save and pickle write whole storages."""
+    return torch.from_numpy(mapped.numpy()[start:stop])
+
+
 @contextmanager
 def torch_maps_large_files() -> Iterator[None]:
     """Makes torch.load(mmap=True) and the library safetensors map files with map_file."""

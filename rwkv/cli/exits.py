@@ -52,6 +52,8 @@ def exit_on_user_error() -> Iterator[None]:
         sys.exit(USER_ERROR)
     except OSError as error:             # such as a full disk, or a folder without write permission
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        if not error.filename and not _has_current_directory():
+            message = "the current directory has been deleted: change to another one"
         print(f"error: {message}", file=sys.stderr)
         sys.exit(USER_ERROR)
     finally:
@@ -78,3 +80,10 @@ def _require_utf8(arguments: list[str]) -> None:
             escaped = os.fsencode(argument).decode(errors="backslashreplace")
             raise UserError(f"the argument {escaped} must be valid UTF-8: rename the file, or set PYTHONUTF8=1 if the locale "
                             'is "C"') from None
+
+
+def _has_current_directory() -> bool:
+    try:
+        return bool(os.getcwd())         # noqa: PTH109  as Path.cwd()
+    except OSError:
+        return False

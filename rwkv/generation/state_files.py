@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kernels.arguments import path_of
-from rwkv.config import ModelConfig, whole_numbers
+from rwkv.config import ModelConfig, require_type, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.prefill import prefill
 from rwkv.generation.prefix_cache import PrefillResult
@@ -36,7 +36,10 @@ PARTS = ("model", "tokenizer")           # metadata keys: hashes of the model an
 
 
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
-    """Writes a state file atomically. Raises OSError if the file cannot be written."""
+    """Writes a state file atomically. Raises OSError if it cannot be written, and UserError if the context has several rows."""
+    require_type("context", context, PrefillResult, "a PrefillResult, such as Engine.context()")
+    if len(context.logits) != 1:
+        raise UserError(f"a state file has one row, but the context has {len(context.logits)}: save each row in its own file")
     content = StateFormat.of(model, tokenizer).serialize(context)
     write_file(path_of(path), lambda file: file.write(content))
 

@@ -11,6 +11,7 @@ is used with the checkpoint must have the same hash.
 
 import hashlib
 import json
+import operator
 import re
 import secrets
 from abc import ABC, abstractmethod
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import SupportsIndex, cast
 
 import tokenizers
 
@@ -106,6 +108,7 @@ class Tokenizer(ABC):
             raise error.shifted(before) from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        _require_texts(texts)
         return [self.encode(text) for text in texts]
 
     def encode_within(self, texts: Sequence[str]) -> list[list[int]]:
@@ -136,13 +139,11 @@ class Tokenizer(ABC):
 
         Raises UserError if an id is outside the vocabulary.
         """
-        if isinstance(ids, str) or not isinstance(ids, Iterable):
-            raise UserError(f"ids must be a list of token ids; got {ids!r}")
-        return self.decoder(after).decode(ids)
+        return self.decoder(after).decode(_as_ids(ids))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """Returns the bytes that `ids` stand for. Where decode has U+FFFD, a vocabulary of byte strings has the real bytes."""
-        return self._new_decoder().decode_bytes(ids)
+        return self._new_decoder().decode_bytes(_as_ids(ids))
 
     def decode_start(self, ids: Sequence[int]) -> str:
         """Returns the text of `ids` when further ids will follow, without an incomplete last character."""
@@ -479,8 +480,7 @@ class WorldTokenizer(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        for text in texts:
-            require_unicode(text)
+        _require_texts(texts)
         if not self.special:
             return self._vocabulary.encode_batch(list(texts))
         cut = [self._private_name.split(text) for text in texts]         # every second piece is a private name
@@ -504,6 +504,22 @@ class WorldTokenizer(Tokenizer):
     @property
     def data_key(self) -> str:
         return f"{self.hash} {sorted(self.special.items())}" if self.special else self.hash
+
+
+def _as_ids(ids: object) -> list[int]:
+    """Returns `ids`, which may be an array or a tensor, as a list. Raises UserError unless it contains whole numbers."""
+    try:
+        return [operator.index(token) for token in cast(Iterable[SupportsIndex], ids)]
+    except TypeError:
+        raise UserError(f"ids must be a list of token ids; got {ids!r:.60}") from None
+
+
+def _require_texts(texts: Iterable[str]) -> None:
+    """Raises UserError unless `texts` contains strings that are valid Unicode."""
+    if isinstance(texts, str):
+        raise UserError("texts must be a list of strings; got a str")
+    for text in texts:
+        require_unicode(text)
 
 
 def _reject_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -> Tokenizer:
@@ -561,8 +577,7 @@ def _without_space(step: JsonObject | None) -> JsonObject | None:
 
 
 def _encode_each(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    for text in texts:
-        require_unicode(text)
+    _require_texts(texts)
     # encode_batch also returns offsets, which takes twice the time and far more memory
     with _as_user_error("the tokenizer cannot encode the text"):
         return [encoding.ids for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)]

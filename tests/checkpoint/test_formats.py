@@ -255,6 +255,15 @@ def test_a_directory_says_what_ends_a_text(tmp_path: Path, declared: dict[str, A
     assert tokenizer_of(read_checkpoint(folder), end_of_text="<s>").ends == (1,)
 
 
+@each_held
+def test_the_storage_of_a_weight_is_not_the_whole_mapped_file(tmp_path: Path, generation: str, format: str) -> None:
+    """torch.save and pickle write the whole storage of each tensor."""
+    path = tmp_path / NAMES[format]
+    small_model("reference", generation=generation, **SIZES[generation]).save_pretrained(path)
+    for name, weight in RWKV.from_pretrained(path, "reference").state_dict().items():        # a file may join a few vectors
+        assert weight.untyped_storage().nbytes() <= 10 * weight.nbytes, name
+
+
 def test_a_folder_of_other_files_is_refused_for_its_own_files_before_those_of_its_folders(tmp_path: Path) -> None:
     """A home folder has millions of files."""
     for name in ("a/b/file", "z"):

@@ -140,6 +140,13 @@ def test_the_error_of_a_second_rounding_is_measured_and_said(plain: Path, tmp_pa
     assert least < float(line.split()[-1].rstrip("%")) / 100 < most
 
 
+def test_the_state_dict_of_a_model_in_its_blocks_can_be_saved(plain: Path, tmp_path: Path) -> None:
+    model = RWKV.from_pretrained(rewritten(plain, tmp_path / "model.gguf", "Q4_K"), "reference", dtype="blocks")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+
+
 def test_files_in_numbers_are_rounded_once(plain: Path, tmp_path: Path) -> None:
     assert requantisation_lines(read_checkpoint(plain), "int4") == []
     assert requantisation_lines(read_checkpoint(rewritten(plain, tmp_path / "model.gguf", "Q4_K")), "bfloat16") == []

@@ -193,6 +193,18 @@ def test_a_user_s_mistake_is_its_sentence(error: Exception, capsys: pytest.Captu
     assert (stop.value.code, capsys.readouterr().err) == (cli.USER_ERROR, "error: a\n")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot delete the current directory")
+def test_a_deleted_current_directory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                              capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
+        Path("model.pth").resolve()
+    assert stop.value.code == cli.USER_ERROR
+    assert "current directory" in capsys.readouterr().err
+
+
 def test_a_full_gpu_is_one_sentence_and_another_runtime_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
         raise torch.OutOfMemoryError(FULL_GPU)

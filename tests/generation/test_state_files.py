@@ -37,6 +37,15 @@ def test_a_context_comes_back_to_the_bit(tmp_path: Path, generation: str) -> Non
     assert [path.name for path in state_file.parent.iterdir()] == [state_file.name]
 
 
+def test_what_could_not_be_loaded_is_not_written(tmp_path: Path) -> None:
+    model = small_model(vocab_size=256)
+    rows = prefill(model, torch.tensor([[1, 2, 3], [4, 5, 6]]))
+    for context, part in ((rows, "one row"), (rows.state, "PrefillResult")):
+        with pytest.raises(UserError, match=part):
+            save_context(tmp_path / "state.safetensors", context, model, BYTES)          # type: ignore[arg-type]
+    assert not [*tmp_path.iterdir()]
+
+
 @each_generation
 def test_the_hash_is_of_the_weights_whatever_their_dtype(tmp_path: Path, generation: str) -> None:
     def model_of(seed: int = 0) -> RWKV:

@@ -30,7 +30,7 @@ from rwkv.checkpoint.formats._gguf_types import DTYPES, package, reader
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, unknown_key_notes
 from rwkv.checkpoint.lazy_tensors import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
-from rwkv.checkpoint.mapping import map_file
+from rwkv.checkpoint.mapping import map_file, part_of
 from rwkv.errors import CheckpointError, UserError
 from rwkv.gguf import MAGIC, SPLIT_COUNT, model_parts
 from rwkv.io.atomic import write_file
@@ -92,7 +92,7 @@ def _read_part(path: Path) -> tuple[JsonObject, dict[str, Stored]]:
     for info in infos:
         if info.name in tensors:
             raise CheckpointError(f"{path} contains the tensor {info.name} twice: the file is ambiguous")
-        data = bytes_[info.start:info.end]
+        data = part_of(bytes_, info.start, info.end)
         if dtype := DTYPES.get(info.type):
             stored = Stored(info.name, str(path), info.shape, dtype, partial(data.view, dtype), mapped=True)
         else:
