@@ -155,8 +155,9 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     tensors = content.tensors
     modules, others = _by_module(path, tensors)
     if not modules:
+        is_state = bool(tensors) and all(name.endswith(TIME_STATE) for name in tensors)
         raise CheckpointError(f"{path} is not an adapter: no tensor name ends in .lora_A, .lora_B, .disha or .bone. Pass a "
-                              "model as checkpoint=")
+                              f"{'tuned state as state=' if is_state else 'model as checkpoint='}")
     if content.entry is not None:
         raise CheckpointError(f"{path} is a training checkpoint, not an adapter: use checkpoint=RUN, or lora=RUN/adapter, "
                               "which the run writes when it finishes")

@@ -349,8 +349,10 @@ def test_what_is_no_adapter_is_called_what_it_is(folder: Path, tmp_path: Path) -
     torch.save(factors, tmp_path / "pissa.pth")
     (tmp_path / "init_pissa.pth").write_text(pointer)
     small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(tmp_path / "model.safetensors")
-    for lora, part in ((empty, "contains no tensors"), (cloned, "Git LFS pointer"), (tmp_path / "partitioned.pth", "ZeRO-3"),
-                       (tmp_path / "pissa.pth", "Git LFS pointer"), (cloned / "adapter_config.json", "Pass the directory"),
+    torch.save({"blocks.0.att.time_state": torch.zeros(2, 64, 64)}, tmp_path / "state.pth")
+    for lora, part in ((tmp_path / "state.pth", "as state="), (empty, "contains no tensors"), (cloned, "Git LFS pointer"),
+                       (tmp_path / "partitioned.pth", "ZeRO-3"), (tmp_path / "pissa.pth", "Git LFS pointer"),
+                       (cloned / "adapter_config.json", "Pass the directory"),
                        (folder / LAYOUTS[0], "is not an adapter"), (tmp_path / "model.safetensors", "as checkpoint=")):
         with pytest.raises(CheckpointError, match=part):
             RWKV.from_pretrained(folder / "base.pth", "reference", lora=lora)
