@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +97,29 @@ class Run:
 
 
 def read(folder: Path) -> list[Run]:
-    """Returns the run in `folder`, or all runs of a sweep or of several subfolders. Raises UserError if there is no run."""
+    """Returns the run in `folder`, or all runs of a sweep, or of the runs and sweeps in it. Raises UserError without a run."""
     if (folder / CONFIG).is_file():
         return [_run(folder, folder.resolve().name)]
+    runs = _sweep_runs(folder) or [run for below in sorted(folder.glob("*/")) if below.name != LATEST.name
+                                   for run in _runs_below(below)]
+    if not runs:
+        raise UserError(f"there is no run in {folder}: the folder must have the {CONFIG} of a run or the {SWEEP} of a sweep")
+    return runs
+
+
+def _sweep_runs(folder: Path) -> list[Run]:
+    """Returns the runs of a sweep, or [] for another folder. Raises UserError if sweep.json is damaged."""
     entries = read_mapping(folder / SWEEP, json.loads, []).get("runs", [])
     if not _fits(entries, SWEEP_STRUCTURE):
         raise UserError(f"{folder / SWEEP} is damaged: the file must have a list of runs, each with "
                         f"{', '.join(SWEEP_STRUCTURE[0])}. Remove the file for a report of all runs in the folder")
-    runs = [_sweep_run(folder, entry) for entry in entries] or [
-        _run(path.parent, path.parent.name) for path in sorted(folder.glob(f"*/{CONFIG}")) if path.parent.name != LATEST.name]
-    if not runs:
-        raise UserError(f"there is no run in {folder}: the folder must have the {CONFIG} of a run or the {SWEEP} of a sweep")
-    return runs
+    return [_sweep_run(folder, entry) for entry in entries]
+
+
+def _runs_below(folder: Path) -> list[Run]:
+    if (folder / CONFIG).is_file():
+        return [_run(folder, folder.name)]
+    return [replace(run, name=f"{folder.name}/{run.name}", order=None) for run in _sweep_runs(folder)]
 
 
 def is_finished(folder: Path) -> bool:

@@ -484,6 +484,18 @@ def test_medians_and_ranges_are_over_seeds_and_after_warm_up(tmp_path: Path) -> 
     assert "compared with taichi_v3" in parse_page(tmp_path / "report.html").text
 
 
+def test_a_report_of_several_runs_has_those_of_sweeps_too(tmp_path: Path) -> None:
+    names = [f"kernel=conv1d,seed={seed}" for seed in range(3)]
+    for seed, folder in enumerate((tmp_path / "sweep", tmp_path / "sweep", tmp_path)):
+        make_run(folder, "conv1d", seed, [3.0, 2.0])
+    entry = {"status": "finished", "reason": None, "order": 1, "kernel": "conv1d", "seed": 0}
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({"runs": [entry | {"name": name} for name in names[:2]]}))
+    assert [run.name for run in read(tmp_path)] == [names[2], f"sweep/{names[0]}", f"sweep/{names[1]}"]
+    shutil.rmtree(tmp_path / names[2])
+    report.write(tmp_path)
+    assert {row["run"] for row in table(tmp_path) if row["run"]} == {f"sweep/{name}" for name in names[:2]}
+
+
 def test_only_the_first_20_steps_are_early() -> None:
     """Within these steps rounding hardly separates kernels that compute the same."""
     losses = {"conv1d": dict.fromkeys(range(1, 41), 2.0), "other": {step: 2.0 + step / 1024 for step in range(1, 41)}}
