@@ -55,9 +55,13 @@ Jobs = Callable[[CommandLine], list[Job]]
 
 
 def compose(line: CommandLine, schema: type[Config], config_name: str) -> Config:
-    """Returns the `schema` object for a command line. Raises UserError for a value of the wrong type, and for a sweep."""
+    """Returns the `schema` object for a command line. Raises UserError for a value of the wrong type, and for a sweep.
+
+    An experiment whose hydra.sweeper.params have several values is a sweep, unless the command line sets these options.
+    """
     with _hydra(schema, config_name):
-        for _, swept in _combinations(line.overrides, schema):
+        params = _sweep_overrides(config_name, schema, line) if EXPERIMENT in line.keys else []
+        for _, swept in _combinations([*params, *line.overrides], schema):
             if swept:
                 raise UserError(f"several values of {', '.join(swept)} require a sweep: use train.py -m")
         return _compose(config_name, schema, line.overrides, line.verbatim)

@@ -62,6 +62,7 @@ FULL_GPU = ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total 
     ("--max_steps", "trainer.max_steps=VALUE"), ("--batch-size=4", "data.batch_size=4"), ("--kernel=conv1d", ": kernel=conv1d"),
     ("max_steps", "trainer.max_steps=VALUE"), ("book.txt", "data=text data.path=book.txt"),
     ("trainer=gpu", "trainer=gpu"),
+    ("experiment=kernel_ablation", "several values of kernel, seed require a sweep: use train.py -m"),
     *(pytest.param(*more, marks=pytest.mark.thorough) for more in (
         ("optim.betas=[0.9,1.5]", "optim.betas"),
         ("optim.matrix_lr=0.1", "optim.matrix_lr requires optim=muon or normuon"),

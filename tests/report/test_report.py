@@ -237,6 +237,8 @@ def test_the_experiment_says_what_to_sweep_over_and_the_command_line_has_the_las
     assert {job.config.data.path for job in everything} == {"a, b=c"}
     assert all(job.config.trainer.probe and job.config.trainer.max_steps == 300 for job in everything)
     assert [sweep.name_of(job) for job in jobs("kernel=auto", "seed=3,4", "optim.lr=1e-3")] == ["seed=3", "seed=4"]
+    single = cli.split(["experiment=kernel_ablation", "kernel=conv1d", "seed=3"], TrainConfig)
+    assert cli.compose(single, TrainConfig, "train").kernel.name == "conv1d"
 
 
 def test_ctrl_c_is_passed_on_and_waited_for(tmp_path: Path) -> None:

@@ -283,11 +283,12 @@ def _length_warnings(config: TrainConfig, epochs: float, conversations: bool) ->
         yield "WARNING", (f"training runs for {epochs:,.1f} epochs, but a model memorises answers after {MAX_EPOCHS}: use "
                           "trainer.epochs=2 or more conversations")
     if config.init_from is None and steps <= warmup and warmup > OptimConfig.warmup_steps:       # the default suits a trial run
-        yield "WARNING", (f"the learning rate never reaches optim.lr, because the run has only {steps:,} steps and "
+        yield "WARNING", (f"the learning rate never reaches optim.lr, because the run has only {counted(steps, 'step')} and "
                           f"optim.warmup_steps={warmup}: lower optim.warmup_steps= or train longer")
     if config.init_from is not None and steps <= warmup:
-        yield "WARNING", (f"the model will learn little, because the run has {steps:,} steps and optim.warmup_steps={warmup}: "
-                          "use more data, a smaller data.batch_size= or a lower optim.warmup_steps=")
+        yield "WARNING", (f"the model will learn little, because the run has {counted(steps, 'step')} and "
+                          f"optim.warmup_steps={warmup}: use more data, a smaller data.batch_size= or lower "
+                          "optim.warmup_steps=")
 
 
 def validated_part(val_tokens: int | None, whole: int) -> str | None:
