@@ -16,8 +16,8 @@ class ChatConfig(DraftedConfig):
                                "trainer's)",
                                verbatim=PATH)
     state_layout: str | None = layout_option("state=")
-    think: str = option("false", "true: answers begin with reasoning; fake: with empty reasoning (only templates g1, flower)",
-                        one_of=THINK)
+    think: str = option("false", "true: answers begin with reasoning; fake: with empty reasoning; both require a template with "
+                        "reasoning, such as g1", one_of=THINK)
     seed: int = option(0, "random seed of the first answer; the next answer has seed + 1", least=0,
                        most=LARGEST_SEED // 2)           # leaves room for the seeds of later answers
     max_new_tokens: int = option(500, "maximum tokens per answer", least=1)
