@@ -15,8 +15,9 @@ def check(line: CommandLine, schema: type) -> None:
     """Raises UserError for an unknown flag, option or choice of a group."""
     for flag in (flag for flag in line.flags if flag.startswith("-") and flag not in FLAGS):
         name, _, value = flag.lstrip("-").partition("=")
-        raise UserError(f"unknown flag {flag}. Options are written without dashes: {_best_match(name, schema)}="
-                        f"{value or 'VALUE'}")
+        name = _best_match(name, schema)
+        example = f"{name}={value or 'VALUE'}" if name in _names(schema) else "NAME=VALUE, as --help lists them"
+        raise UserError(f"unknown flag {flag}. Options are written without dashes: {example}")
     for override in line.overrides:
         check_override(override, schema)
 

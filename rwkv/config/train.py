@@ -277,7 +277,7 @@ class TuneConfig:
                                 verbatim=GRAMMAR, needs=LORA)
     state: str | None = option(None, "tuned state to start from, any trainer's; null: the one in init_from=, else zeros",
                                verbatim=PATH, needs=("tune.method", "state"))
-    base: str = option("float32", "dtype of the frozen matrices: float32, bfloat16, or on a CPU int8 or int4", one_of=BASES)
+    base: str = option("float32", "dtype of the frozen matrices: float32, bfloat16, int8 or int4", one_of=BASES)
     guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH} (a short "
                                "text in the package), FILE, or null: no text", verbatim=PATH)
     objective: str = option("likelihood", "likelihood: cross-entropy; dpo or ipo: preference learning from pairs (data=chat)",

@@ -9,6 +9,7 @@ import re
 import runpy
 import sys
 from difflib import get_close_matches
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,16 +34,26 @@ def main() -> None:
             print("\n".join(["timemix COMMAND [ARGUMENT...]; timemix COMMAND --help lists the arguments", "",
                              *(wrap_hanging(f"  {name:12}{_first_sentence(module)}", 14, sys.stdout)
                                for name, module in COMMANDS.items())]), flush=True)
-    elif (command := command.replace("-", "_")) not in COMMANDS:
+    elif command in ("--version", "-V"):
+        print("timemix", _version())
+    elif command.replace("-", "_") not in COMMANDS:
         close = get_close_matches(command, COMMANDS, n=1)
         hint = f"Did you mean {close[0]}? " if close else ""
         print(f"error: unknown command {command!r}. {hint}The commands are: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(UNKNOWN)
     else:
+        command = command.replace("-", "_")
         threads.wait_briefly()           # must be called before torch is imported
         sys.argv = [f"timemix {command}", *arguments]
         Parser.rewrite_usage = commands_as_typed
         runpy.run_module(COMMANDS[command], run_name="__main__")
+
+
+def _version() -> str:
+    try:
+        return metadata.version("timemix")
+    except metadata.PackageNotFoundError:
+        return "(a clone that is not installed)"
 
 
 def _first_sentence(module: str) -> str:

@@ -59,6 +59,7 @@ FULL_GPU = ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total 
     ("kernel", "'kernel'"),
     ("--seed=1", "--seed=1. Options are written without dashes: seed=1"),
     ("--plan", "--plan. Options are written without dashes: plan="),
+    ("-p", "-p. Options are written without dashes: NAME=VALUE"),
     ("--max_steps", "trainer.max_steps=VALUE"), ("--batch-size=4", "data.batch_size=4"), ("--kernel=conv1d", ": kernel=conv1d"),
     ("max_steps", "trainer.max_steps=VALUE"), ("book.txt", "data=text data.path=book.txt"),
     ("trainer=gpu", "trainer=gpu"),

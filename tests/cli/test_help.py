@@ -9,6 +9,7 @@ from programs import PROGRAMS, Run
 from rwkv import cli
 from rwkv.cli.help import WIDTH
 from rwkv.config import options
+from rwkv.tools import __main__ as tools
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
 
@@ -41,6 +42,17 @@ def test_the_help_of_a_tool_fits_a_terminal(module: str, monkeypatch: pytest.Mon
         importlib.import_module(module).main(["--help"])
     lines = capsys.readouterr().out.splitlines()
     assert max(len(line) for line in lines if not line.startswith(" ")) <= 80
+
+
+def test_the_command_timemix_has_a_version_and_quotes_an_unknown_command(monkeypatch: pytest.MonkeyPatch,
+                                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["timemix", "--version"])
+    tools.main()
+    assert re.fullmatch(r"timemix \S.*\n", capsys.readouterr().out)
+    monkeypatch.setattr("sys.argv", ["timemix", "--versoin"])
+    with pytest.raises(SystemExit, match="2"):
+        tools.main()
+    assert "'--versoin'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
