@@ -53,6 +53,9 @@ LONGEST = ("kernels/test_conformance.py", "training/sharding/test_fsdp.py", "tra
            "checkpoint/test_kinds.py", "kernels/test_triton.py", "serving/test_limits.py", "kernels/test_cuda_wkv7.py",
            "training/tuning/test_tune.py", "training/run/test_resume.py", "model/fused/test_fused_triton.py",
            "report/test_report.py", "kernels/test_cuda_host.py")
+# Files whose tests compile the same kernels, by Taichi and by g++ (tests/cuda_host). One process runs those of a row
+TOGETHER = (("test_conformance.py", "test_wkv4.py", "test_wkv7.py", "test_timex.py", "test_softmax.py", "test_pad.py"),
+            ("test_cuda_wkv7.py", "test_cuda_host.py", "test_cuda_scan.py", "test_cuda_softmax.py"))
 RUNS_BEFORE = pytest.StashKey[set[tuple[str, int]]]()
 
 
@@ -96,6 +99,21 @@ def runs_in(folder: Path) -> set[tuple[str, int]]:
     return {(entry.name, entry.stat(follow_symlinks=False).st_mtime_ns) for entry in os.scandir(folder)}
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Returns a scheduler for --dist loadfile that gives the files of a row of TOGETHER to one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    first_of_row = {f"tests/kernels/{name}": row[0] for row in TOGETHER for name in row}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return first_of_row.get(file, file)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()                        # otherwise libraries report objects that are not freed when the interpreter ends
 
@@ -124,7 +142,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen.append(item)
     slow = Counter(item.path for item in chosen if {"programs", "compiles"} & {mark.name for mark in item.iter_markers()})
     longest = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
-    assert all(path.is_file() for path in longest), "a file of LONGEST has moved"
+    together = {Path(__file__).parent / "kernels" / name for row in TOGETHER for name in row}
+    assert all(path.is_file() for path in longest.keys() | together), "a file of LONGEST or TOGETHER has moved"
     items[:] = sorted(chosen, key=lambda item: (longest.get(item.path, len(longest)), -slow[item.path]))
     config.hook.pytest_deselected(items=deselected)
 
