@@ -218,6 +218,7 @@ def test_a_full_gpu_is_one_sentence_and_another_runtime_error_keeps_its_tracebac
         raise RuntimeError("an illegal memory access was encountered")
 
 
+@pytest.mark.programs
 def test_a_run_on_a_full_gpu_says_how_it_continues(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(task: LanguageModel, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3:
