@@ -376,6 +376,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     def compile_for_backend(function: Any, options: dict[str, Any], **arguments: Any) -> Any:
         return torch_compile(function, backend=request.param, **arguments)
 
+    torch.compiler.reset()               # another test may have compiled the same function
     torch_compile = torch.compile
     if request.param != "inductor":
         monkeypatch.setattr(torch, "compile", compile_for_backend)
