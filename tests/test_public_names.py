@@ -12,10 +12,12 @@ from tokenizer_files import chatml
 from torch import nn
 
 from rwkv import RWKV, Tokenizer, embed, generate, generate_batch
+from rwkv.chat.turn_templates import chat_template
 from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.conversation import Chat
 from rwkv.generation.engine import Engine
+from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request
 from rwkv.generation.state_files import load_context, save_context
 from rwkv.generation.stopping import StoppingCriteria
@@ -24,6 +26,7 @@ from rwkv.tools import convert
 
 BYTES = Tokenizer.named("byte")
 MODEL: Any = small_model(vocab_size=256)
+G1 = chat_template("g1")
 
 
 def world() -> WorldTokenizer:
@@ -106,7 +109,9 @@ def test_an_unknown_argument_is_named_with_the_function_and_the_known_ones(name:
     (lambda: BYTES.encode(None), "string"), (lambda: BYTES.encode_batch([["a"]]), "string"),
     (lambda: BYTES.encode_batch("ab"), "texts"), (lambda: world().encode_batch("ab"), "texts"),
     *((lambda ids=ids: BYTES.decode(ids), "ids") for ids in (None, 65, "ab", [65.0], [[65]], ["A"], torch.tensor([[65, 66]]))),
-    (lambda: Chat(MODEL, BYTES, "g1", Sampling(), 5), "template")])
+    (lambda: Chat(MODEL, BYTES, "g1", Sampling(), 5), "template"), (lambda: Chat("a", BYTES, G1, Sampling(), 5), "model"),
+    (lambda: Chat(MODEL, BYTES, G1, {"top_k": 5}, 5), "sampling"), (lambda: chat_template(None), "template"),
+    (lambda: Grammar.lark(None), "string")])
 def test_arguments_of_files_and_tokenizers(call: Any, part: str) -> None:
     with pytest.raises(UserError, match=rf"\b{part} must|a text must be a {part}"):
         call()

@@ -28,6 +28,7 @@ from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, Tools, check_messages, is_learnt
 from rwkv.chat.metadata import special_tokens_for, template_in, tool_template_in
 from rwkv.chat.thoughts import THOUGHT_STARTS, Think, thoughts_end, with_hint
+from rwkv.config import require_path
 from rwkv.errors import UserError
 from rwkv.io import hub
 
@@ -64,6 +65,7 @@ def chat_template(name: str) -> ChatTemplate:
     The file may be a jinja2 file or a checkpoint's file that contains a template (rwkv/chat/metadata.py). Raises UserError for
     an unknown name and for a file without a template.
     """
+    require_path("template", name)
     if name in STYLES:
         return TurnTemplate(name)
     file = hub.local(name, "chat template")

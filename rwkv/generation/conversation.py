@@ -17,7 +17,7 @@ from rwkv.chat.thoughts import Think, answer_message
 from rwkv.config import Sampling, require_type
 from rwkv.errors import UserError
 from rwkv.generation.draft import Draft
-from rwkv.generation.engine import Engine
+from rwkv.generation.engine import Engine, require_model
 from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.request import Request
 from rwkv.generation.row import Row
@@ -71,8 +71,10 @@ class Chat:
     _weights: WeightsWatch | None = None        # watches the weights that _saved_results depend on
 
     def __post_init__(self) -> None:
+        require_model(self.model)
         require_tokenizer_type(self.tokenizer)
         require_type("template", self.template, ChatTemplate, 'a ChatTemplate, such as chat_template("g1")')
+        require_type("sampling", self.sampling, Sampling, "a Sampling, such as Sampling(temperature=0.5)")
         self.template = for_tokenizer(self.template, self.tokenizer)
         self.sampling.check_ids(self.tokenizer.vocab_size)
 

@@ -121,6 +121,11 @@ def _sampling_of(function: Callable[..., object], options: dict[str, Any]) -> Sa
     return Sampling(**options)
 
 
+def require_model(value: object) -> None:
+    """Raises UserError unless the argument `model` of a function is a Model, or one that torch.compile has wrapped."""
+    require_type("model", getattr(value, "_orig_mod", value), Model, 'an RWKV model, such as RWKV.from_pretrained("FILE.pth")')
+
+
 def warn_of_other_tokenizer(model: Model, tokenizer: Tokenizer) -> None:
     """Warns the caller's caller if the model has many more tokens than the tokenizer, so it was trained with another one."""
     if tokenizer.vocab_size + MAX_UNUSED_ROWS < model.vocab_size:
@@ -143,8 +148,7 @@ class Engine:
 
     def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None,
                  draft: Draft | None = None) -> None:
-        plain_model = getattr(model, "_orig_mod", model)         # torch.compile wraps the model
-        require_type("model", plain_model, Model, 'an RWKV model, such as RWKV.from_pretrained("FILE.pth")')
+        require_model(model)
         require_tokenizer_type(tokenizer)
         require_type("cache", cache, (PrefixCache, type(None)), "a PrefixCache or None")
         if draft is not None and not hasattr(draft, "propose"):

@@ -82,6 +82,7 @@ class Grammar:
     @classmethod
     def lark(cls, text: str, where: str = "grammar") -> "Grammar":
         """Returns a grammar from source text in llguidance's dialect of Lark."""
+        require_unicode(text)
         return cls.only(Part.of("lark_grammar", text, where))
 
     @classmethod
