@@ -27,6 +27,7 @@ KERNEL = "kernel.json"
 SAMPLES = "samples.jsonl"
 SWEEP = "sweep.json"
 TUNED = "tuned.json"                     # only runs with init_from= write this file
+TENSORBOARD = "tensorboard"              # the folder of logger=tensorboard
 Curve = dict[int, float]                 # values by step
 Damaged = list[str]                      # one message for each unreadable part of a file
 

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
-from rwkv.training.run.directory import TENSORBOARD
+from rwkv.report.run_files import TENSORBOARD
 
 RECORD = "mlflow.json"                   # this file in a run's directory holds the MLflow run id and the directory's path
 

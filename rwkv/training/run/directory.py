@@ -21,7 +21,7 @@ from rwkv.config import LATEST, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
-from rwkv.report.run_files import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_metrics, read_samples
+from rwkv.report.run_files import KERNEL, METRICS, SAMPLES, SWEEP, TENSORBOARD, TUNED, read_metrics, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.run.lock import RunLock
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:                        # this import would load PyTorch
 
 RUNS = LATEST.parent
 CONFIG_FILE = "config.yaml"
-TENSORBOARD = "tensorboard"              # the folder of TensorBoard's files in a run's directory
 LOGS = (".log", ".out", ".err", "log", "out", "err", "stdout", "stderr")       # names and suffixes of files that hold output
 
 
