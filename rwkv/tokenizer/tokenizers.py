@@ -41,6 +41,7 @@ JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # de
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # a byte fallback token
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
 SPECIAL = "special"                      # a key in the definition of a WorldTokenizer with special tokens
+LARGEST = 2 ** 24                        # tokens of a vocabulary, also of data.vocab_size
 MAX_UNUSED_ROWS = 255                    # an embedding may have this many more rows than tokens: some models round the size up
 MADE_FROM_DATA = ("char", "bpe")         # values of data.tokenizer for tokenizers made from the data
 
@@ -326,8 +327,8 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library.
 
     The name of a special token in a text is encoded as ordinary characters. Unknown characters are handled as the file
-    specifies, but the file's truncation, padding and templates are not applied. The constructor raises UserError if the file is
-    invalid, or if no token is known to end a text.
+    specifies, but the file's truncation, padding, templates and BPE dropout are not applied. The constructor raises UserError if
+    the file is invalid, or if no token is known to end a text.
 
     Args:
         text: the content of a tokenizer.json.
@@ -367,6 +368,8 @@ class JsonTokenizer(Tokenizer):
         self._unknown = special.unknown_token(parsed)
         self._skipped = {*self.special.values()} - {tokens.get(self._unknown or "")} | {*self.ends}
         self.vocab_size = 1 + max(self._library.get_vocab().values(), default=-1)
+        if self.vocab_size > LARGEST:
+            raise UserError(f"{source} may be damaged: token ids must be below {LARGEST}; got {self.vocab_size - 1}")
 
     def _encode(self, text: str) -> list[int]:
         return _encode_each(self._library, [text])[0]
@@ -587,6 +590,8 @@ def _load_library(text: str) -> tokenizers.Tokenizer:
     library = tokenizers.Tokenizer.from_str(text)
     library.no_truncation()
     library.no_padding()
+    if isinstance(library.model, tokenizers.models.BPE):
+        library.model.dropout = None     # with dropout, the same text has other ids in each call
     return library
 
 

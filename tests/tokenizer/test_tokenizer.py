@@ -224,11 +224,21 @@ def test_a_file_is_read_whatever_its_layout_and_its_truncation_ignored(tmp_path:
     assert Tokenizer.named(str(path)).encode(SAMPLE) == BPE.encode(SAMPLE)
 
 
+def test_bpe_dropout_of_a_file_is_ignored() -> None:
+    """A tokenizer that was trained with dropout would give a text other ids in each call."""
+    definition = json.loads(BPE.definition)
+    definition["model"]["dropout"] = 0.9
+    tokenizer = JsonTokenizer(json.dumps(definition))
+    assert tokenizer.encode(SAMPLE) == BPE.encode(SAMPLE)
+    assert tokenizer.encode_within([SAMPLE]) == BPE.encode_within([SAMPLE])
+
+
 WRONG = {
     "no separator": '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}',
     "not JSON": "def main",
     "other JSON": '{"a": 1}',
     "truncated": BPE.definition[:1000],
+    "a huge id": '{"model": {"type": "WordLevel", "vocab": {"<|endoftext|>": 0, "a": 4294967295}, "unk_token": "a"}}',
     "a Git LFS pointer": "version https://git-lfs.github.com/spec/v1\n",
     "empty": "",
     # the library raises a BaseException that is no Exception
