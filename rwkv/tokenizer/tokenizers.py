@@ -327,8 +327,8 @@ class JsonTokenizer(Tokenizer):
     """A tokenizer of the `tokenizers` library.
 
     The name of a special token in a text is encoded as ordinary characters. Unknown characters are handled as the file
-    specifies, but the file's truncation, padding, templates and BPE dropout are not applied. The constructor raises UserError if
-    the file is invalid, or if no token is known to end a text.
+    specifies, but the file's truncation, padding, templates and BPE dropout are not applied. The constructor raises UserError
+    if the file is invalid, or if no token is known to end a text.
 
     Args:
         text: the content of a tokenizer.json.
