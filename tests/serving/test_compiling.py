@@ -4,9 +4,11 @@ A compile that takes too long is ended with its process, and the API keys take t
 """
 
 import asyncio
+import mmap
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,7 +20,7 @@ from serving_runs import Running
 
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
-from rwkv.serving.engine.compiling import PROCESSES, Compilers
+from rwkv.serving.engine.compiling import PROCESSES, Compilers, _resident_bytes
 from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -54,6 +56,14 @@ def test_a_compile_beyond_its_time_ends_and_others_go_on() -> None:
     before = {*multiprocessing.active_children()}        # servers that are forked from this process
     with_compilers(work)
     assert not {*multiprocessing.active_children()} - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts memory in pages")
+def test_memory_is_counted_in_the_systems_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pages of 64 KiB taken for 4 KiB, the limit on addresses would end a process before it compiles anything."""
+    before = _resident_bytes()
+    monkeypatch.setattr(mmap, "PAGESIZE", 16 * mmap.PAGESIZE)
+    assert _resident_bytes() > 8 * before > 0
 
 
 def test_a_process_that_does_not_start_is_no_mistake_of_the_grammar() -> None:

@@ -7,6 +7,7 @@ Each API key has a queue of grammars. The key with the fewest running compilatio
 """
 
 import asyncio
+import mmap
 import multiprocessing
 import signal
 import sys
@@ -219,9 +220,14 @@ def _refusal_reason(grammar: Grammar, tokenizer: Tokenizer) -> str:
 def _resident_bytes() -> int:
     """Returns this process's resident memory in bytes, or 0 if the system does not report it."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return _pages()[1] * mmap.PAGESIZE
     except OSError:
         return 0
+
+
+def _pages() -> list[int]:
+    """Returns the pages of this process's addresses and of its resident memory. ARM has pages of 4, 16 or 64 KiB."""
+    return [int(number) for number in Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]]
 
 
 def _limit_memory() -> None:
@@ -229,7 +235,7 @@ def _limit_memory() -> None:
         import resource
 
         with suppress(OSError, ValueError):              # macOS has neither this file nor this limit
-            addresses = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+            addresses = _pages()[0] * mmap.PAGESIZE
             resource.setrlimit(resource.RLIMIT_AS, (addresses + MEMORY, addresses + MEMORY))
 
 
