@@ -201,6 +201,14 @@ def test_a_wrong_kernel_is_not_timed(forward: object, reason: str, capsys: pytes
     assert name in out.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("op", "shapes"), [("softmax", [(1, 2), (1, 3), (2, 3), (1, 16)]), ("timex", [(1, 1, 2), (1, 2, 3)]),
+                                            ("wkv4", [(1, 1, 2), (1, 2, 3)]), ("wkv7", [(1, 1, 2, 3), (1, 1, 1, 2)])])
+def test_a_right_kernel_is_right_at_a_tiny_shape(op: str, shapes: list[tuple[int, ...]]) -> None:
+    name = "formula" if op in ("softmax", "timex") else "reference"
+    for shape in shapes:
+        assert not case_of(op)(*shape, "cpu", torch.float32).errors(name)[1], shape
+
+
 def test_a_wrong_gradient_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     def backward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(grad * 1.001 for grad in reference.backward(*inputs))
