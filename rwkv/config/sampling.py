@@ -78,7 +78,7 @@ class Sampling:
                 object.__setattr__(self, item.name, value)
             else:
                 self._check(item, value)
-        tokens = whole_numbers("logit_bias", self.logit_bias)
+        tokens = whole_numbers("logit_bias: each token id", self.logit_bias)
         object.__setattr__(self, "logit_bias", dict(zip(tokens, self.logit_bias.values(), strict=True)))
         object.__setattr__(self, "banned", whole_numbers("banned", self.banned))
         object.__setattr__(self, "no_penalty", texts_or_whole_numbers("no_penalty", self.no_penalty))

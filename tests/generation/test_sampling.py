@@ -323,6 +323,12 @@ def test_options_that_mean_nothing_are_one_sentence(options: dict[str, Any]) -> 
         Sampling(**options)
 
 
+def test_a_negative_id_is_not_taken_for_a_bias() -> None:
+    """A bias may be negative, so the error must be about the id."""
+    with pytest.raises(ValueError, match="logit_bias: each token id"):
+        Sampling(logit_bias={-1: -5.0})
+
+
 def test_integers_of_numpy_are_integers() -> None:
     options = Sampling(top_k=np.int64(2), banned=np.array([1]), logit_bias={np.int64(3): 0.5})
     assert options == Sampling(top_k=2, banned=(1,), logit_bias={3: 0.5})
