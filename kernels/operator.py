@@ -278,9 +278,12 @@ class _ReverseOnly(torch.autograd.Function):
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensors, tuple[int, ...]]:
         function, *others = inputs
         rows = [other if dim is None else other.movedim(dim, 0) for other, dim in zip(others, in_dims[1:], strict=True)]
+        if info.batch_size == 0:         # zeros stand for a sample, whose outputs have the right shapes
+            rows = [row if dim is None else row.new_zeros(1, *row.shape[1:])
+                    for row, dim in zip(rows, in_dims[1:], strict=True)]
         samples = [cls.apply(function, *(row if dim is None else row[i] for row, dim in zip(rows, in_dims[1:], strict=True)))
-                   for i in range(info.batch_size)]
-        outputs = tuple(torch.stack(output) for output in zip(*samples, strict=True))
+                   for i in range(max(1, info.batch_size))]
+        outputs = tuple(torch.stack(output)[:info.batch_size] for output in zip(*samples, strict=True))
         return outputs, (0,) * len(outputs)
 
 

@@ -136,6 +136,14 @@ def test_function_transforms(operator: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(each, torch.cat([torch.func.grad(loss)(sample[None]) for sample in k]))
 
 
+@each_operator
+def test_gradients_of_no_samples(operator: Callable[[Tensor], Tensor]) -> None:
+    """Poisson sampling, as in differentially private training, makes batches without samples."""
+    k = torch.empty(0, 9, 2)
+    assert torch.func.vmap(lambda sample: operator(sample[None])[0])(k).shape == k.shape
+    assert torch.func.vmap(torch.func.grad(lambda sample: operator(sample[None]).sum()))(k).shape == k.shape
+
+
 @pytest.mark.parametrize("name", [implementation("wkv4", "c_v0")])
 def test_jacobians_without_grad_mode(name: str) -> None:
     """A kernel that reads addresses gets plain tensors instead of the wrappers of a transform."""
