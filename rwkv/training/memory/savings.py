@@ -34,7 +34,7 @@ def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]
         return config, None
     accumulate = trainer.accumulate * rows // pass_rows
     options = {"data.batch_size": pass_rows, "trainer.accumulate": accumulate}
-    return with_keys(config, options), (f"a step accumulates {rows * trainer.accumulate} rows in passes of {pass_rows}: "
+    return with_keys(config, options), (f"a step accumulates {rows * trainer.accumulate} rows in micro-batches of {pass_rows}: "
                                         f"{format_options(options)} (same step, less memory)")
 
 

@@ -115,7 +115,7 @@ def _model(run: Run, V: int) -> Iterator[tuple[str, str]]:
     yield "model", (f"{generation(config.model).NAME}, {counted(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
-        yield "weights", f"{run.init_checkpoint.path} gives weights, sizes and tokenizer; the optimiser state is new"
+        yield "weights", f"weights, sizes and tokenizer come from {run.init_checkpoint.path}; the optimiser state is new"
         if run.init_checkpoint.time_states:
             yield "state", run.init_checkpoint.state_note or f"tuned state of {run.init_checkpoint.path}"
     if config.tune.method != "full":

@@ -63,9 +63,9 @@ def with_guard(config: TrainConfig, tokenizer: Tokenizer, user_keys: Collection[
 def describe(config: TrainConfig) -> str:
     """Returns the plan's line on the losses that are measured before and after training."""
     if guard_path(config) is not None:
-        return f"before and after, the losses of the validation split and of the text of tune.guard={config.tune.guard}"
+        return f"losses of the validation split and of tune.guard={config.tune.guard} are measured before and after training"
     why = " (trainer=fsdp shards the weights)" if config.tune.guard else ""
-    return f"before and after, the loss of the validation split, but not of a general text{why}"
+    return f"the loss of the validation split, but not of a general text, is measured before and after training{why}"
 
 
 def sha256_of(path: Path | None) -> str | None:

@@ -48,7 +48,7 @@ def test_a_run_begins_with_a_file_and_can_be_resumed(run: Run, tmp_path: Path, t
     model = save(tokenizer, tmp_path / "model", spare_rows=3)
     status, _, error = run("train", "init_from=model", "optim.lr=1e-9", *FAST)
     assert status == 0
-    assert "weights    model gives weights, sizes and tokenizer" in error
+    assert "weights    weights, sizes and tokenizer come from model" in error
     checkpoint = read_checkpoint(tmp_path / "out")
     assert checkpoint.config == replace(model.config, ctx_len=16)
     assert (checkpoint.tokenizer_hash, checkpoint.vocab_size) == (tokenizer.hash, tokenizer.vocab_size + 3)
