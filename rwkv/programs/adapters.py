@@ -55,7 +55,7 @@ class Adapter:
         if self.merged is not None:
             kind = self.merged.adapter_kind or "LoRA"
             return f"{kind} {self.path}, merged into a copy of the weights, which runs in a separate batch"
-        return f"state {self.path}, the start of sequences that run in the same batch as the checkpoint's sequences"
+        return f"state {self.path}, from which its sequences start; they share a batch with the checkpoint's sequences"
 
     def load(self, opened: OpenCheckpoint, base: Model) -> tuple[Model, PrefillResult | None]:
         """Returns the model for sequences that use the adapter, and the context before these sequences, or None."""

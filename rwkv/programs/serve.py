@@ -7,12 +7,12 @@
   curl http://127.0.0.1:8000/v1/completions -H content-type:application/json \\
        -d '{"prompt": "def main", "max_tokens": 50, "stream": true}'
 
-With template=g1, or template=FILE, a jinja2 template with tools, requests may
-have tools and tool_choice. Calls by the model, {"name": ..., "arguments":
-{...}} in a fence, after <tool_call> or bare, are returned as tool_calls. A
-tool_choice of required or of one function forces a call, whose arguments must
-match the function's schema. "strict": true in a function enforces its schema
-in all calls.
+With the chat template g1, the default for G1 models, with flower, or with a
+jinja2 template that shows tools, requests may have tools and tool_choice. Calls
+by the model, {"name": ..., "arguments": {...}} in a fence, after <tool_call> or
+bare, are returned as tool_calls. A tool_choice of required or of one function
+forces a call, whose arguments must match the function's schema. "strict": true
+in a function enforces its schema in all calls.
 
 Reasoning is returned in reasoning_content, separate from content. How an answer
 begins is set by think (true, false or fake) or enable_thinking in
@@ -177,10 +177,10 @@ def _states_line(config: ServeConfig, size: int) -> str:
     """Returns a line about saved states. `size` is the bytes of one state."""
     if config.states_mib * MIB < size and not config.states_dir:
         return f"off: a saved state requires {size / MIB:.3g} MiB, but states_mib={config.states_mib}"
-    memory = f"{config.states_mib:,} MiB of saved states in memory, {config.states_mib * MIB // size:,}"
+    memory = f"{config.states_mib:,} MiB of memory for {config.states_mib * MIB // size:,} saved states"
     if config.states_dir:
         return f"{memory}, and {config.states_dir_mib:,} MiB in {config.states_dir}"
-    return f"{memory}; a full memory evicts the least recently used state"
+    return f"{memory}; when it is full, the least recently used states are evicted"
 
 
 def main() -> None:
