@@ -60,6 +60,14 @@ def test_links_lead_to_files() -> None:
     assert [(str(page), link) for page, link in links if link and "://" not in link and not (page.parent / link).exists()] == []
 
 
+def test_links_lead_to_headings() -> None:
+    """GitHub makes an anchor of a heading's letters, digits, hyphens and spaces."""
+    for page in PAGES:
+        for name, anchor in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+            headings = re.findall(r"^#+ (.*)", (page.parent / name if name else page).read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, page
+
+
 @pytest.mark.parametrize("page", [
     pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.thorough] * (page.parent.name == "docs"))
     for page in PAGES if commands(page)])
