@@ -170,6 +170,13 @@ class RWKV(Model):
             low_rank = kind == "cpu" and _has_half_low_rank(checkpoint, name)
             return group(name) in MATRICES or (low_rank and tensor.dtype == torch.bfloat16)
 
+        in_use = {name for name, tensor in stored.items() if tensor.lending.lent}       # by a model that may have changed them
+
+        def drop_pages_of_original(name: str) -> None:
+            original = stored[f"{name}.weight"]
+            if f"{name}.weight" not in in_use and str(original.dtype) != f"torch.{dtype}":     # the same dtype needs no copy
+                original.drop_pages()
+
         weights = {name: torch.empty(tensor.shape, device="meta") if name in packed or name in later else
                    (tensor if keeps_dtype(name, tensor) else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in stored.items()}
@@ -179,10 +186,12 @@ class RWKV(Model):
             model.fingerprint_before = fingerprint_of(checkpoint)
         model.merge()
         if kind == "cuda":
-            return to_packed(model, dtype, device, packed, later)
+            return to_packed(model, dtype, device, packed, later, replaced=drop_pages_of_original)
         if dtype == "bfloat16":
-            return to_bfloat16(model, later)
-        return to_int8(model, later=later, packed=packed) if dtype == "int8" else to_int4(model, packed, later)
+            return to_bfloat16(model, later, drop_pages_of_original)
+        if dtype == "int8":
+            return to_int8(model, later=later, packed=packed, replaced=drop_pages_of_original)
+        return to_int4(model, packed, later, replaced=drop_pages_of_original)
 
     @classmethod
     def _with_blocks(cls, checkpoint: Checkpoint, wkv: Operator, mmap: bool) -> Self:

@@ -285,12 +285,13 @@ class BFloat16Linear(nn.Linear):
 
 
 @torch.no_grad()
-def to_bfloat16(model: M, later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
+def to_bfloat16(model: M, later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}),
+                replaced: Callable[[str], object] = lambda name: None) -> M:
     """Converts the linear layers' weights and the embedding of a frozen model to bfloat16. Products keep the inputs' dtype.
 
-    `later` is the argument of to_int8.
+    `later` and `replaced` are arguments of to_int8.
     """
-    return _replace_linear_layers(model, lambda name, read: BFloat16Linear(read()), later, True, lambda name: None)
+    return _replace_linear_layers(model, lambda name, read: BFloat16Linear(read()), later, True, replaced)
 
 
 @torch.no_grad()
@@ -427,14 +428,11 @@ def _replace_linear_layers(model: M, make_layer: Callable[[str, Callable[[], Ten
             model.set_submodule(name, make_layer(name, read))
             del layer, read              # both refer to the old weight
             replaced(name)
-    _embeddings_to_bfloat16(model)
+    for name, embedding in model.named_modules():
+        if isinstance(embedding, nn.Embedding):
+            embedding.weight = nn.Parameter(embedding.weight.to(torch.bfloat16), requires_grad=False)
+            replaced(name)
     return model
-
-
-def _embeddings_to_bfloat16(model: Model) -> None:
-    for layer in model.modules():
-        if isinstance(layer, nn.Embedding):
-            layer.weight = nn.Parameter(layer.weight.to(torch.bfloat16), requires_grad=False)
 
 
 def _linear_names(model: Model) -> list[str]:
