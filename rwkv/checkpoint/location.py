@@ -59,7 +59,7 @@ def _require_links(path: Path) -> None:
     broken = next((link for link in links if link.is_symlink() and not link.exists()), None)
     if broken is not None:
         raise CheckpointError(f"there is no checkpoint at {path}: {broken.name} is a link to {broken.readlink()}, which does "
-                              "not exist. Copy that file, too, or copy links as files (cp -L)")
+                              "not exist. Copy that file, too, copy links as files (cp -L), or download it again")
 
 
 def _nearest(path: Path) -> str:
