@@ -72,7 +72,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     """
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    stays = path.is_dir() and (not any(path.iterdir()) or path.is_mount() or path in (Path.cwd(), *Path.cwd().parents))
+    stays = path.is_dir() and (not any(path.iterdir()) or os.path.ismount(path) or path in (Path.cwd(), *Path.cwd().parents))
     temporary = (path if stays else path.parent) / f".{path.name}.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)         # a killed process with the same pid may have left it
     temporary.mkdir()

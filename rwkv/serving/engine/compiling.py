@@ -41,8 +41,10 @@ MOST_WAITING = 256                       # most grammars in all queues
 MAX_CACHED = 256                         # grammars whose result is cached
 N_WALKS = 12                             # random texts per grammar, to find prefixes that cannot be completed
 # Exit codes of a process that reached its time limit, and of one that something else killed. Windows has only the first case.
-OUT_OF_TIME = None if sys.platform == "win32" else -signal.SIGPROF
-KILLED = None if sys.platform == "win32" else -signal.SIGKILL
+if sys.platform == "win32":
+    OUT_OF_TIME = KILLED = None
+else:
+    OUT_OF_TIME, KILLED = -signal.SIGPROF, -signal.SIGKILL
 
 
 class Compilers:
