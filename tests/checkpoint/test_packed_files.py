@@ -172,7 +172,7 @@ def test_a_file_without_our_entry_is_read(tmp_path: Path, dtype: str) -> None:
 
 def mapped_ranges(path: Path) -> list[range]:
     """Returns the address ranges at which this process maps the file."""
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    lines = [line.split() for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()]
     return [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines if line[-1] == str(path)]
 
 
