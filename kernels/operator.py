@@ -131,12 +131,11 @@ class Operator:
 
     def _with_shapes(self, part: str, names: Sequence[str], results: Any, like: Sequence[Tensor]) -> Tensors:
         tensors = _tuple(results)
-        actual = [tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__ for tensor in tensors]
-        expected = [tuple(tensor.shape) for tensor in like]
-        assert actual == expected, (
+        actual = [tensor.shape if isinstance(tensor, Tensor) else type(tensor).__name__ for tensor in tensors]
+        assert actual == [tensor.shape for tensor in like], (
             f"{part} of {self._implementation.__name__} must return "
-            f"{', '.join(f'{name} {shape}' for name, shape in zip(names, expected, strict=True))}; "
-            f"got {', '.join(map(str, actual))}")
+            f"{', '.join(f'{name} {tuple(tensor.shape)}' for name, tensor in zip(names, like, strict=True))}; "
+            f"got {', '.join(item if isinstance(item, str) else str(tuple(item)) for item in actual)}")
         return tensors
 
     def _by_input(self, saved: Tensors) -> dict[str, Tensor]:

@@ -1,8 +1,7 @@
-"""Makes Triton's interpreter about four times as fast, for processes that only interpret kernels.
+"""Makes Triton's interpreter about three times as fast, for processes that only interpret kernels.
 
 Triton itself looks through all names of its language at each launch and at each call of a function in a kernel, computes the
-shape and the NumPy dtype of every value anew, names every type, converts and broadcasts values of equal dtypes and shapes, and
-repeats each integer operation in int64 to check it for overflow.
+shape and the NumPy dtype of every value anew, and repeats each integer operation in int64 to check it for overflow.
 """
 
 from collections.abc import Callable
@@ -24,12 +23,6 @@ def speed_up_interpreter() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     tl.tensor.__init__ = initialize_tensor
     core._unwrap_shape = unwrap_shape
-    core.block_type.__init__ = initialize_block_type
-    core.block_type.__eq__ = have_equal_parts
-    core.block_type.name = property(lambda block: f"<{block.shape}, {block.element_ty}>")
-    semantic = interpreter.interpreter_semantic.__class__
-    semantic.cast = cast_to_another_dtype(semantic.cast)
-    semantic.broadcast_impl_value = broadcast_to_another_shape(semantic.broadcast_impl_value)
 
 
 def patch_language_once(patch: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,35 +71,3 @@ def constexpr_shape(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
 def unwrap_shape(shape: Any) -> list[int]:
     sizes = shape.value if isinstance(shape, tl.constexpr) else shape
     return [size.value if isinstance(size, tl.constexpr) else size for size in sizes]
-
-
-def initialize_block_type(block: core.block_type, element_ty: tl.dtype, shape: Any) -> None:
-    block.element_ty = element_ty
-    block.shape, block.numel = block_shape(tuple(unwrap_shape(shape)))
-
-
-@cache
-def block_shape(shape: tuple[int, ...]) -> tuple[tl.tuple, int]:
-    if not shape:
-        raise TypeError("a block has at least one dim")
-    return tl.tuple(shape), core.validate_block_shape(shape)
-
-
-def have_equal_parts(block: core.block_type, other: Any) -> bool:
-    return (isinstance(other, core.block_type) and block.element_ty == other.element_ty
-            and block.shape.values == other.shape.values)
-
-
-def cast_to_another_dtype(cast: Callable[..., Any]) -> Callable[..., Any]:
-    def cast_unless_equal(semantic: Any, input: tl.tensor, dtype: tl.dtype, *rounding: Any, **named: Any) -> Any:
-        return input if input.dtype is dtype else cast(semantic, input, dtype, *rounding, **named)
-
-    return cast_unless_equal
-
-
-def broadcast_to_another_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    def broadcast_unless_equal(semantic: Any, one: tl.tensor, two: tl.tensor) -> Any:
-        same_shape = one.shape is two.shape              # constexpr_shape caches them
-        return (one, two) if same_shape else broadcast(semantic, one, two)
-
-    return broadcast_unless_equal

@@ -7,7 +7,7 @@ from kernels import compare
 from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeat_channels
 from kernels.softmax import Softmax, cases
 
-FEW = 64                                 # columns below which one y may be almost 1, and grad_x a difference of equal numbers
+FEW_COLUMNS = 64                         # with fewer, one y may be almost 1, and grad_x a difference of equal numbers
 
 
 class Case(BenchCase):
@@ -24,7 +24,7 @@ class Case(BenchCase):
         self.device = device
         self.dtype = dtype
         self.rows = rows
-        spread = 3.0 if columns >= FEW else 1.0
+        spread = 3.0 if columns >= FEW_COLUMNS else 1.0
         distinct = cases.inputs(min(rows, DISTINCT), columns, dtype=dtype, device=device, spread=spread)
         self.x = repeat_channels(distinct, rows, 0).requires_grad_()
         self.grad_y = torch.randn_like(self.sequence)

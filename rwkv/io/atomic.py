@@ -80,11 +80,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         write(temporary)
         sync_folder(temporary)
         if stays:
-            for old in [entry for entry in path.iterdir() if entry != temporary]:
-                remove(old)
-            for new in [*temporary.iterdir()]:
-                new.rename(path / new.name)
-            sync_folder(path)
+            _replace_content(path, temporary)
         elif path.exists():
             copy_permissions(path, temporary)
             old = temporary.with_name(f"{temporary.name}.old")
@@ -96,6 +92,22 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace_content(folder: Path, new: Path) -> None:
+    """Moves the entries of `new`, a folder in `folder`, over those of the same names in `folder`, and then removes all others.
+
+    If this fails or the process is killed meanwhile, the old entries that were not yet replaced remain.
+    """
+    entries = {entry.name: entry for entry in new.iterdir()}
+    for name, entry in entries.items():
+        if entry.is_dir() or (folder / name).is_dir():           # only a file can replace a file
+            remove(folder / name)
+        entry.replace(folder / name)
+    for entry in [*folder.iterdir()]:
+        if entry.name not in entries:
+            remove(entry)
+    sync_folder(folder)
 
 
 def replace_folder(folder: Path, path: Path) -> None:

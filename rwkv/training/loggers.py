@@ -45,8 +45,8 @@ def require(config: LoggerConfig, logs_nothing: bool = False) -> None:
     """
     if config._target_ is not None:
         _custom_logger(config, TrackerRun(config.project, PROJECT, config.group, "run", Path(), None))
-        given = {"project": config.project, "group": config.group, "run_name": config.run_name}
-        if (unused := [f"logger.{name}" for name, value in given.items() if value]) and not _is_tracker(config):
+        options = {"project": config.project, "group": config.group, "run_name": config.run_name}
+        if (unused := [f"logger.{option}" for option, value in options.items() if value]) and not _is_tracker(config):
             print(f"{' and '.join(unused)} will not reach {config._target_}: pass the class's own arguments with "
                   "logger.arguments=NAME=VALUE", file=sys.stderr)
         return

@@ -65,3 +65,19 @@ def test_an_empty_folder_and_the_current_directory_are_filled_and_not_replaced(m
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"both": "new", "new": "new"}
     assert folder.stat().st_ino == before
     assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_a_failed_rename_in_the_current_directory_leaves_the_old_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    monkeypatch.chdir(tmp_path)
+
+    def write(new: Path) -> None:
+        (new / "old").write_text("new")
+
+    def fail(source: Path, target: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_folder(tmp_path, write)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"old": "old"}
