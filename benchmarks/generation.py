@@ -53,7 +53,7 @@ from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import prefill
 from rwkv.model.base import MATRICES, generation
 from rwkv.model.decoding.c_step import LINEAR, step_of
-from rwkv.model.quantized import BlockLinear, Int4Linear, Int8Linear
+from rwkv.model.quantized import BFloat16Linear, BlockLinear, Int4Linear, Int8Linear
 from rwkv.pretrained import RWKV
 
 WIDTHS = {"float32": "32 bits", "bfloat16": "16 bits", "int8": "8 bits", "int4": "4 to 6 bits"}
@@ -351,9 +351,9 @@ def _prefill_products(model: RWKV, rows: int) -> Callable[[], None]:
     return multiply
 
 
-def _product(module: nn.Linear | Int8Linear | Int4Linear | BlockLinear, rows: int) -> Callable[[], Tensor]:
+def _product(module: nn.Linear | BFloat16Linear | Int8Linear | Int4Linear | BlockLinear, rows: int) -> Callable[[], Tensor]:
     x = torch.rand(rows, module.in_features)
-    if isinstance(module, Int8Linear | Int4Linear | BlockLinear):
+    if isinstance(module, BFloat16Linear | Int8Linear | Int4Linear | BlockLinear):
         return lambda: module.forward_rows(x)
     weight = module.weight.detach()
     x = x.to(weight.dtype)
