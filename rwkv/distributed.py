@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -58,7 +59,7 @@ def launch(count: int, signals: Iterable[int]) -> int:
     Raises UserError if the processes cannot connect. `signals` are the signals to pass on to the processes. After such a signal
     the processes have half a minute to save, and the returned status is `STOPPED`.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -67,11 +68,13 @@ def launch(count: int, signals: Iterable[int]) -> int:
     for name in logging.root.manager.loggerDict:         # their messages would repeat each process's error
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
-                          rdzv_backend="c10d", rdzv_endpoint=f"{LOOPBACK}:0", local_addr=LOOPBACK,
-                          signals_to_handle=",".join(signal.Signals(number).name for number in signals))
     try:
-        elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
+        with TemporaryDirectory(prefix="timemix-", ignore_cleanup_errors=True) as logs:      # torch would not remove its own
+            config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
+                                  rdzv_backend="c10d", rdzv_endpoint=f"{LOOPBACK}:0", local_addr=LOOPBACK,
+                                  signals_to_handle=",".join(signal.Signals(number).name for number in signals),
+                                  logs_specs=DefaultLogsSpecs(log_dir=logs))
+            elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else FAILED

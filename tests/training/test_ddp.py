@@ -15,6 +15,7 @@ import pytest
 import torch
 from forked import METHOD, free_port, preloaded
 from torch import distributed, multiprocessing
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from training_runs import SMALL, TEXT, Done, assert_same_training, done_here, finish, losses, start, wait_for
 
@@ -39,7 +40,9 @@ def two(folder: Path) -> Done:
     """Trains with two processes. If possible, the machine's own name has no address, as in many containers."""
     unnamed = ("unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname no-such-host && exec "$@"', "sh")
     works = shutil.which("unshare") and subprocess.run([*unnamed, "true"], capture_output=True, check=False).returncode == 0
-    return finish(start(folder, "train", *RUN, *TWO, "out_dir=two", within=unnamed if works else ()))
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    return finish(start(folder, "train", *RUN, *TWO, "out_dir=two", within=unnamed if works else (), TMPDIR=str(temporary)))
 
 
 def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done) -> None:
@@ -70,6 +73,10 @@ def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:
     assert two.output.strip()
     assert "report: two/report.html" in two.error
     assert (folder / "two" / "report.html").exists()
+
+
+def test_two_processes_leave_no_temporary_files(folder: Path, two: Done) -> None:
+    assert list((folder / "temporary").iterdir()) == []
 
 
 def test_two_processes_speak_with_one_voice(one: Done, two: Done) -> None:
@@ -117,7 +124,8 @@ def end_at_first_start(folder: Path) -> None:
 def test_processes_that_a_launcher_starts_again_find_each_other(tmp_path: Path) -> None:
     preloaded()
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, run_id=uuid.uuid4().hex,
-                          rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", start_method=METHOD)
+                          rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", start_method=METHOD,
+                          logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path / "logs")))
     elastic_launch(config, end_at_first_start)(tmp_path)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["[0, 1]", "[0, 1]"]
 

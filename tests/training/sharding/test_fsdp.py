@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import torch
 from files import byte_model, same_tensors
 from forked import METHOD, ROOT, preloaded
 from programs import composed
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from training_runs import (
@@ -86,9 +88,11 @@ def train_cases(folder: Path, cases: list[Case]) -> None:
 
 def run_in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
     preloaded()
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
-                          rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", start_method=METHOD)
-    elastic_launch(config, function)(*arguments)
+    with TemporaryDirectory(ignore_cleanup_errors=True) as logs:
+        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
+                              rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", start_method=METHOD,
+                              logs_specs=DefaultLogsSpecs(log_dir=logs))
+        elastic_launch(config, function)(*arguments)
 
 
 def write_tuning_files(folder: Path) -> None:
@@ -394,7 +398,7 @@ def test_a_full_disk_is_one_sentence_of_one_process(folder: Path) -> None:
 def test_torchrun_starts_a_run_again_after_a_kill(folder: Path) -> None:
     """torchrun continues from the last complete checkpoint, to the bit."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1",
-                "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
+                "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--log-dir={folder / 'torchrun'}")
     case = (*CASES["rwkv4"], *LONGER, "trainer.checkpoint_every=2", "trainer=fsdp", *CPU, "resume=auto")
     run_in_processes(2, train_cases, folder, [(*case, "trainer.devices=2", "out_dir=uninterrupted")])
     process = subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *case, "out_dir=restarted"], cwd=folder,
