@@ -44,7 +44,7 @@ class CommandLine:
 def split(arguments: list[str], schema: type) -> CommandLine:
     """Sorts the arguments into overrides, verbatim values, and flags. The options of `schema` say which values are verbatim.
 
-    The + with which Hydra's users add an option to a configuration is dropped, because the schema has all options.
+    A leading +, Hydra's syntax for adding an option, is dropped, because the schema has all options.
     """
     line = CommandLine([], {}, [])
     items = options(schema)

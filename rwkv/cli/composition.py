@@ -99,7 +99,7 @@ def _hydra(schema: type, config_name: str) -> Iterator[None]:
         yield
 
 
-@lru_cache(maxsize=1)                    # a later schema takes the place of an earlier one of the same name
+@lru_cache(maxsize=1)                    # a later schema replaces an earlier one of the same name
 def _register(schema: type, config_name: str) -> None:
     from hydra.core.config_store import ConfigStore
 
@@ -110,7 +110,7 @@ def _register(schema: type, config_name: str) -> None:
 
 
 def as_yaml(config: "DataclassInstance") -> str:
-    plain = json.loads(json.dumps(asdict(config)))               # makes tuples lists
+    plain = json.loads(json.dumps(asdict(config)))               # converts tuples to lists
     text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
     return text
 
@@ -211,7 +211,7 @@ def _describe_error(error: "OmegaConfBaseException", schema: type, overrides: li
     if not key:                          # OmegaConf names no option if a list contains something other than mappings
         present = {*values, *itertools.chain.from_iterable(settings.options for settings in recipes.values())}
         key = next((name for name, item in options(schema).items() if name in present and item.type == list[JsonObject]), "")
-    # If both recipes set the option, the first one, a user's, is wrong, because debug= only has files of ours
+    # The first recipe that sets the option is the wrong one: experiment= may be a user's file, debug= never is
     wrong = next((settings for settings in recipes.values() if key in settings.options or not key), None)
     where = ""
     if wrong is not None and key not in values:

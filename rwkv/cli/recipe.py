@@ -151,7 +151,7 @@ def _read_swept(path: Path, hydra: JsonObject) -> JsonObject:
             raise UserError(f"{path}: {key} must not contain groups. Write each option's full name, and its values separated "
                             'by commas, such as model.n_layer: "2,4"')
         if isinstance(value, list):
-            raise UserError(f'{path}: {key} must be its values separated by commas, such as "{",".join(map(str, value))}"; got '
+            raise UserError(f'{path}: {key} must be a string of values separated by commas, "{",".join(map(str, value))}"; got '
                             f"the list {value}")
         if name in swept:
             raise UserError(f"{path} sets {key} twice: delete one of the two lines")

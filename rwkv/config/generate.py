@@ -31,7 +31,7 @@ class GenerateConfig(DraftedConfig):
     stream: bool = option(True, "print a single sample token by token", heading="Output")
     out: str | None = option(None, "JSON Lines file for the samples, with tokens and finish reason", verbatim=PATH)
     logprobs: int = option(0, "number of top log-probabilities to write per token, to out= or else standard error", least=0)
-    save_state: str | None = option(None, "file for the state after the sample and its stop string, for state= to continue",
+    save_state: str | None = option(None, "file for the state after the sample and its stop string; state= continues from it",
                                     verbatim=PATH)
 
     def __post_init__(self) -> None:

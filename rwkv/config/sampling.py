@@ -53,8 +53,9 @@ class Sampling:
     top_p: float = sampling_option(0.95, "nucleus sampling: the likeliest tokens with this total probability; 1: all",
                                    least=SMALL, most=1, served=(0, 1))
     min_p: float = sampling_option(0.0, "minimum probability, relative to the likeliest token; 0: off", least=0, most=1)
-    repetition_penalty: float = sampling_option(1.0, "divides positive logits, and multiplies negative ones, of tokens in the "
-                                                "prompt or the output; 1: off", least=SMALL, most=LARGE, served=(0.01, 100))
+    repetition_penalty: float = sampling_option(1.0, "penalty of tokens in the prompt or the output: divides their logits if "
+                                                "positive, else multiplies them; 1: off", least=SMALL, most=LARGE,
+                                                served=(0.01, 100))
     presence_penalty: float = sampling_option(0.0, "subtracted from the logit of each token in the output so far; 0: off",
                                               least=-LARGE, most=LARGE, served=(-2, 2))
     frequency_penalty: float = sampling_option(0.0, "subtracted once per occurrence of the token in the output so far; 0: off",
@@ -168,7 +169,7 @@ def _format(value: object) -> str:
 
 def preset_option(name: str, heading: str = "Sampling") -> Any:
     """Declares the option `sampling`, which names a preset: a file in configs/sampling with the other sampling options."""
-    return option(name, "preset for the options below; default: the checkpoint's or model family's (docs/chat.md)",
+    return option(name, "preset for the options below; default: that of the checkpoint or model family (docs/chat.md)",
                   verbatim=GRAMMAR, heading=heading)
 
 

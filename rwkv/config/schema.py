@@ -30,7 +30,7 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
         one_of, least, most, above, below: the allowed values; None is always allowed. With `least`, a number must be finite.
         verbatim: how a value on the command line is read: `PATH` (~/ is expanded), `NAME`, `TEXT` (null is a string) or
             `GRAMMAR`; None: as `free_text_kind` says.
-        filled: True if the value must not be empty; a path never may be.
+        filled: True if the value must not be empty; implied for paths.
         needs: (option, value, ...): the option that this option requires, and the values that the required option may have;
             without values, any value except null.
         heading: the title in --help above this option and the next ones.
@@ -93,7 +93,7 @@ def check_options(config: "DataclassInstance", group: str = "") -> None:
 
 
 def require_effect(config: "DataclassInstance", user_keys: Iterable[str]) -> None:
-    """Raises UserError for the first option of the user that has no effect in this configuration.
+    """Raises UserError for the first option that the user set and that has no effect in this configuration.
 
     `user_keys` are the dotted keys that the user set.
     """

@@ -35,7 +35,7 @@ class ServeConfig(DraftedConfig):
     max_connections: int = option(1024, "maximum open connections", least=1)
     receive_s: float = option(30.0, "time limit for receiving a request, in seconds", above=0.0)
     timeout_s: float = option(600.0, "time limit per completion, in seconds; then the partial text is returned", above=0.0)
-    grace_s: float = option(30.0, "seconds to let running requests finish after SIGTERM", least=0.0)
+    grace_s: float = option(30.0, "time for running requests to finish after SIGTERM, in seconds", least=0.0)
     cache_mib: int = option(256, "prefix-cache size, MiB; never shared between API keys; 0: off", least=0)
     states_mib: int = option(256, "memory for saved states (/v1/states, save_state), MiB; evicts the least recently used, "
                              "first those of API keys over their fair share; 0: off, unless states_dir= is set", least=0,

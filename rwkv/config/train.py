@@ -66,9 +66,9 @@ class DataConfig:
 
     name: str = option("stdlib", "kind of data; set it with data=NAME", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
     path: str | None = option(None, "file, folder, pattern such as books/**/*.txt, or data set name", verbatim=PATH)
-    sources: list[dict[str, Any]] = option(list, "for data=mix: {path: A.jsonl, weight: 0.7} per source, where weight is the "
-                                           "source's share of the tokens, relative to other weights; other keys: name, data, "
-                                           "field, separator, split, val_fraction",
+    sources: list[dict[str, Any]] = option(list, "for data=mix: {path: A.jsonl, weight: 0.7} per source; tokens are drawn in "
+                                           "proportion to the weights; other keys: name, data, field, separator, split, "
+                                           "val_fraction",
                                            needs=("data.name", "mix"))
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                         needs=("data.name", "jsonl", "hf"))
@@ -77,8 +77,8 @@ class DataConfig:
                                    needs=("data.name", "text", "jsonl", "hf"))
     template: str | None = option(None, f"chat template: {TEMPLATES}; null: the template of init_from", verbatim=PATH,
                                   needs=("data.name", "chat"))
-    think: str = option("false", "how answers begin in training: true: answers with reasoning follow the template's <think; "
-                        "fake: the last answer follows empty reasoning; false: as in the conversation",
+    think: str = option("false", "how training prompts end: true: with <think, before answers with reasoning; fake: with empty "
+                        "reasoning, before the last answer if it has no reasoning; false: without reasoning",
                         one_of=THINK, needs=("data.name", "chat"))
     preview: bool = option(False, "true: show two conversations, with the trained text marked, and exit",
                            needs=("data.name", "chat"))
@@ -87,7 +87,8 @@ class DataConfig:
                              needs=("data.name", "jsonl", "hf", "mix"))
     shuffle_buffer: int = option(10_000, "size of the shuffle buffer of a stream, in documents", least=1,
                                  needs=("data.streaming", True))
-    val_documents: int = option(256, "validation documents, from the stream's start", least=1, needs=("data.streaming", True))
+    val_documents: int = option(256, "number of validation documents, taken from the start of the stream", least=1,
+                                needs=("data.streaming", True))
     tokenizer: str = option("bpe", "byte, char, bpe (trained on the text), world, FILE.json or FILE.txt", verbatim=PATH)
     vocab_size: int = option(2048, "vocabulary size of a bpe tokenizer", least=257, most=2**24, needs=("data.tokenizer", "bpe"))
     end_of_text: str | None = option(None, "end-of-text token; null: the one in FILE.json", verbatim=NAME, filled=True)
@@ -193,9 +194,9 @@ class TrainerConfig:
     compile: bool = option(False, "torch.compile each block")
     graphs: bool | None = option(None, "replay all blocks as one CUDA graph, without launch overhead; null: only where "
                                  "launches would limit the speed")
-    malloc: str = option("tuned", "memory allocator on Linux: tuned: keep large freed blocks for reuse, which is faster (but "
-                         "large runs with frozen weights or conversations return these blocks after each layer, and fsdp "
-                         "returns them immediately); small: return freed blocks immediately; default: as in the C library",
+    malloc: str = option("tuned", "memory allocator on Linux: tuned: keep large freed blocks for reuse, which is faster (fsdp, "
+                         "and large runs with frozen weights or conversations, return them sooner); small: return freed blocks "
+                         "immediately; default: the C library's settings",
                          one_of=("tuned", "small", "default"))
     accelerator: str = option("auto", "device: auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
     strategy: str = option("single", "how processes share the work: single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
@@ -246,7 +247,7 @@ class LoggerConfig:
 class SweepConfig:
     """The options that say how train.py -m starts the runs of a sweep."""
 
-    jobs: int | None = option(None, "runs at a time, each with its share of the CPU threads or its own GPU; null: 1, or "
+    jobs: int | None = option(None, "concurrent runs, each with its share of the CPU threads or its own GPU; null: 1, or "
                               "with submitit all runs", least=1, heading="Sweep, with -m")
     launcher: str = option("local", "local: processes on this machine; submitit: SLURM jobs (pip install 'timemix[slurm]')",
                            one_of=("local", "submitit"))
@@ -275,7 +276,7 @@ class TuneConfig:
     dropout: float = option(0.0, "LoRA dropout", least=0, needs=LORA)
     modules: list[str] = option(list, "LoRA target modules, such as [att.key,att.value]; []: all linear layers of the blocks",
                                 verbatim=GRAMMAR, needs=LORA)
-    state: str | None = option(None, "tuned state to start from, any trainer's; null: the one in init_from=, else zeros",
+    state: str | None = option(None, "tuned state to start from, of any trainer; null: the one in init_from=, else zeros",
                                verbatim=PATH, needs=("tune.method", "state"))
     base: str = option("float32", "dtype of the frozen matrices: float32, bfloat16, int8 or int4", one_of=BASES)
     guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH} (a short "
