@@ -261,7 +261,7 @@ class OpenCheckpoint(NamedTuple):
     def lines(self) -> list[tuple[str, str]]:
         """Returns labels and notes to print.
 
-        The notes tell of a chosen dtype, a guessed tokenizer, end-of-text tokens and losses by rounding.
+        The notes are about the chosen dtype, a guessed tokenizer, end-of-text tokens and what rounding loses.
         """
         notes = [("WARNING", note) for note in self.checkpoint.notes]
         if self.dtype_line:
@@ -388,9 +388,9 @@ def resolve_dtype(dtype: str, device: str, checkpoint: Checkpoint) -> tuple[str,
     """Returns the dtype for inference, and a line to print about this dtype or None.
 
     On a CPU, auto resolves to blocks if the file has blocks that kernels/matvec multiplies, and to int8 or int4 if the file is
-    packed in it. Otherwise auto resolves to the result of default_dtype. If the C library cannot run, blocks resolves to
-    float32. If the library can run, int4 of a calibrated file resolves to blocks. Raises UserError for blocks on a GPU, or with
-    a file without blocks.
+    packed in that format. Otherwise auto resolves to the result of default_dtype. If the C library cannot run, blocks resolves
+    to float32. If it can run, int4 resolves to blocks for a calibrated file. Raises UserError for blocks on a GPU, or with a
+    file without blocks.
     """
     formats = sorted({matrix.format.upper() for matrix in checkpoint.packed.values() if matrix.dtype == dtype != matrix.format})
     if formats and torch.device(device).type == "cpu" and why_not("matvec", IN_C) is None:
@@ -460,7 +460,7 @@ def old_memory_order_lines(checkpoint: Checkpoint, dtype: str) -> list[str]:
 def compute_dtype(dtype: str, device: str) -> torch.dtype:
     """Returns the dtype of activations in a model whose matrices are in `dtype`, and so of the operator's inputs.
 
-    They are in float32 on a CPU without bfloat16 instructions, on which PyTorch's bfloat16 products are a hundred times as slow
+    The result is float32 on a CPU without bfloat16 instructions, where PyTorch's bfloat16 products take a hundred times as long
     as float32 products.
     """
     if dtype in (*PACKED, BLOCKS) or (dtype == "bfloat16" and matrix_dtype(torch.device(device)) == torch.float32):

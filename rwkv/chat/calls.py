@@ -45,8 +45,8 @@ CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.c
 def write_tools(messages: Sequence[Message], tools: Tools = None) -> list[JsonObject]:
     """Returns the messages with the tools, calls and results written into the contents.
 
-    `messages` must come from check_messages. The tools are written at the end of the system message, which is added if the
-    first message is not one. Raises UserError, which names the place, for a tool that is not a function.
+    `messages` must come from check_messages. The tools are appended to the system message, which is added if there is none.
+    Raises UserError for a tool that is not a function.
     """
     result = [_write_calls(message) for message in messages]
     if not tools:
@@ -124,7 +124,7 @@ CALL_INFO = ("", "json", "tool_call", "tool_calls")      # languages of fences t
 # complete, and the key's value so far.
 BEGINNING = re.compile(r'\[?\s*(?:\{\s*(?:"(\w*)("\s*(?::\s*(.*))?)?)?)?\Z', re.DOTALL)
 FIRST_KEYS = ("name", "arguments", "type", "function", "id")
-LONGEST_BEGINNING = 200                  # characters matched with BEGINNING; a function's name has at most 64
+LONGEST_BEGINNING = 200                  # BEGINNING is matched against at most this many characters; a name has at most 64
 JSON_LIKE = re.compile(r'\{\s*"|\[\s*["{\[]')          # matches JSON, but not a bracket in prose
 BRACKETS = re.compile(r'[{}\[\]"\\]')                   # the characters that determine where JSON ends
 SPACE = re.compile(r"\s*")

@@ -160,9 +160,9 @@ class JinjaTemplate(ChatTemplate):
             self._dropped_roles |= {role}
 
     def _loses_text(self, role: str, in_parts: frozenset[str], *talks: Sequence[Message]) -> bool:
-        """Returns True if the role's text is missing or changed in all rendered talks.
+        """Returns True if the role's text is missing or changed in all of the rendered conversations.
 
-        `in_parts` has the roles whose content is a list of parts. Raises UserError if the template refuses all talks.
+        `in_parts` has the roles whose content is a list of parts. Raises UserError if the template refuses all conversations.
         """
         self._roles_in_parts = in_parts
         refusal = None
@@ -384,9 +384,9 @@ def _answer_end(text: str, closed: str, prompted: str, between: str) -> str:
 def _next_turn_length(common: str, text: str) -> int:
     """Returns the number of characters at the end of `common` that belong to the next turn.
 
-    `common` follows every answer, and has the end of the answer and perhaps the first characters of every turn. These
-    characters are recognised because they also occur in `text` before the first end. An end has no unclosed bracket: in
-    "<|end|><|", the end is "<|end|>". White space alone can be an end.
+    `common` is the text that follows every answer: the mark that ends an answer, and perhaps characters with which every turn
+    begins. Such characters also occur in `text` before the first mark. A mark has no unclosed bracket: in "<|end|><|", the
+    mark is "<|end|>". White space alone can be a mark.
     """
     for n in range(len(common) - 1, 0, -1):
         opening = text.find(common[-n:])

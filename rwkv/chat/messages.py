@@ -27,9 +27,9 @@ def check_messages(messages: object) -> list[JsonObject]:
     """Checks the messages, and returns them in a uniform format, in which every content is a string.
 
     Raises UserError, which names the wrong field, such as messages[1].content. The content may be a list of {"type": "text",
-    "text": "..."}, as in OpenAI's API. These texts are joined with line ends, as in llama.cpp and vLLM. If an answer has
+    "text": "..."}, as in OpenAI's API. These texts are joined with newlines, as in llama.cpp and vLLM. If an answer has
     no content, the refusal or "" is used. Null and empty fields are dropped, because templates test whether a field is defined.
-    OpenAI's other names are accepted: the role developer for system, function for tool, and function_call for tool_calls. So is
+    Other names are accepted: OpenAI's roles developer for system and function for tool, function_call for tool_calls, and
     reasoning, the name of reasoning_content in vLLM and OpenRouter.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:

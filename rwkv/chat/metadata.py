@@ -111,7 +111,7 @@ def _special_tokens(file: Path) -> JsonObject:
 
 
 def _token_texts(token: object) -> object:
-    """Returns the text of a token, which is a string or has a `content`, or the texts of a list of tokens; None for others."""
+    """Returns the text of a token (a string, or an object with `content`), the texts of a list of tokens, or else None."""
     if isinstance(token, list):
         return [text for text in map(_token_texts, token) if isinstance(text, str)]
     token = token.get("content") if isinstance(token, dict) else token
@@ -127,7 +127,7 @@ def names_in(checkpoint: Path) -> list[str]:
 
 
 def texts_of(checkpoint: Path) -> dict[str, str]:
-    """Returns the chat templates and generation options of a directory or GGUF file, as a directory's texts by file name.
+    """Returns the chat templates and generation options of a directory or GGUF file, as the files of a directory: {name: text}.
 
     tokenizer_config.json has only the special tokens that the templates use. A checkpoint that is converted has the same
     template and options in the new format.
@@ -147,7 +147,7 @@ def texts_of(checkpoint: Path) -> dict[str, str]:
 
 
 def gguf_metadata(texts: Mapping[str, str]) -> JsonObject:
-    """Returns the metadata of a GGUF file with the templates and options in `texts`, which are those of texts_of."""
+    """Returns the metadata of a GGUF file with the templates and options in `texts`, a result of texts_of."""
     templates = {IN_GGUF: texts.get(JINJA), f"{IN_GGUF}.{TOOL_USE}": texts.get(TOOL_USE_FILE)}
     sampling = _sampling(json.loads(texts.get(GENERATION_CONFIG, "{}")))
     return {**{key: text for key, text in templates.items() if text},
@@ -155,7 +155,7 @@ def gguf_metadata(texts: Mapping[str, str]) -> JsonObject:
 
 
 def not_in_gguf(texts: Mapping[str, str]) -> list[str]:
-    """Returns the names of the files and options in `texts`, those of texts_of, for which GGUF has no metadata."""
+    """Returns the names of the files and options in `texts`, a result of texts_of, that GGUF's metadata cannot hold."""
     config = json.loads(texts.get(GENERATION_CONFIG, "{}"))
     options = ("stop_strings", "max_new_tokens", *(name for name in PENALTIES if name not in SAMPLING_IN_GGUF.values()))
     files = [name for name in (FAKE_THINK_CONFIG, TOOLS_CONFIG, TOKENIZER_CONFIG) if name in texts]

@@ -24,7 +24,7 @@ FIRST_G1 = "20250307"                    # release day of rwkv7-g1-0.1b; older m
 
 
 class ReleaseGroup(NamedTuple):
-    """A group of G1 models, from a letter and a day on, trained with sequences of at most `context` tokens."""
+    """The G1 models from a letter and release day up to the next group, trained on sequences of at most `context` tokens."""
 
     letter: str
     day: str
@@ -60,10 +60,10 @@ def choose_template(requested: str | None, path: str, run: JsonObject | None = N
         run: the configuration of the training run that wrote the checkpoint.
     """
     if requested:
-        return Choice(requested, "your template=")
+        return Choice(requested, "set by template=")
     run = run or {}
     if trained := run.get("data", {}).get("template"):
-        return Choice(trained, "the model was trained on conversations with it")
+        return Choice(trained, "the template of the training conversations")
     return default_template(path, run.get("init_from"))
 
 
@@ -88,7 +88,7 @@ def template_of_series(*names: str | None) -> Choice:
 
 
 def series_name(*names: str | None) -> str | None:
-    """Returns the name from which template_of_series infers the series, without a suffix, or None. `names` are the same."""
+    """Returns the name, without suffix, from which template_of_series infers the series of the same `names`, or None."""
     name = next(filter(_choice_by_name, _descriptive_names(names)), None)
     return name and (name.removesuffix(Path(name).suffix) if name.endswith((*hub.WEIGHTS, ".pt")) else name)
 
@@ -107,7 +107,7 @@ def trained_length(*names: str | None) -> Length:
     """Infers the length of the sequences on which a model was trained. `names` are as in default_template."""
     for name in _descriptive_names(names):
         if match := _CONTEXT.search(name.lower()):
-            return Length(int(match[1]), f"by the name {name}")
+            return Length(int(match[1]), f"according to the name {name}")
         if match := _SERIES.search(name.lower()):
             released = [series for series in SERIES if series.letter <= match[2]][-1]
             return Length(released.context, f"as other models of the series G{match[1]}{match[2]}")

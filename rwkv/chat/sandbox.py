@@ -26,8 +26,8 @@ SECONDS = 3.0                            # CPU time limit of one rendering
 CHARACTERS = 2**25                       # characters that one rendering may create, in addition to COPIES of the conversation
 COPIES = 50
 ITEM = 8                                 # a list item counts as this many characters
-BITS = 10_000                            # most bits of an integer
-WIDTH = 10_000                           # most characters to which a string may be padded or indented
+BITS = 10_000                            # maximum bits of an integer
+WIDTH = 10_000                           # maximum width to which a string may be padded or indented
 EVERY = 128                              # steps between two checks of the time
 
 PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")            # methods of strings
@@ -109,7 +109,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class GenerationBlock(Extension):
-    """Renders the content of the block {% generation %}, which marks answers in some templates, as without the block."""
+    """Ignores {% generation %} and {% endgeneration %}, which mark answers in some templates, and renders what they enclose."""
 
     tags = {"generation"}                                        # noqa: RUF012
 

@@ -1,7 +1,7 @@
 r"""Defines the chat templates world, g1 and flower, and loads templates from files.
 
 world is the format of the RWKV World models (the model card of BlinkDL/rwkv-7-world on Hugging Face, and API_DEMO_CHAT.py of
-ChatRWKV). A blank line ends a turn, so blank lines inside a message become single line ends:
+ChatRWKV). A blank line ends a turn, so blank lines inside a message become single newlines:
 
     System: {system}\n\nUser: {user}\n\nAssistant: {answer}\n\nUser: {user}\n\nAssistant:
 

@@ -162,7 +162,7 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
         raise CheckpointError(f"{path} is a training checkpoint, not an adapter: use checkpoint=RUN, or lora=RUN/adapter, "
                               "which the run writes when it finishes")
     if unknown := sorted({part for parts in modules.values() for part in parts} - {*RWKV_PEFT_PARTS}):
-        raise CheckpointError(f"{path} has tensors named {unknown[0]}, so it is the weights of a PEFT adapter, but lacks "
+        raise CheckpointError(f"{path} contains {unknown[0]}, a weight of a PEFT adapter, but the folder lacks "
                               f"{CONFIG}, which states how to merge them: put this file into the same folder, and pass the "
                               "folder")
     initial = _read_initial_pissa(path.with_name(INIT_PISSA))
@@ -197,7 +197,7 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
             raise CheckpointError(f"{path} contains an adapter and a tuned state ({name}): save each in its own file, and pass "
                                   "the state as state=")
         if tensor.name.startswith(tuple(f"{module}." for module in modules)):
-            raise CheckpointError(f"{path} contains {tensor.name}, part of an adapter of a kind that is not supported: "
+            raise CheckpointError(f"{path} contains {tensor.name}, which belongs to an unsupported kind of adapter: "
                                   f"expected only {', '.join(RWKV_PEFT_PARTS)}")
         if name not in weights or tensor.count != weights[name].count:
             raise CheckpointError(f"{path} contains {name} of shape {tensor.shape}, but the model has no such tensor: the "

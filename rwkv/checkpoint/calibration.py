@@ -63,8 +63,8 @@ def read_ids(path: Path, tokenizer: Tokenizer) -> Tensor:
 def calibrate(checkpoint: Checkpoint, ids: Tensor) -> Checkpoint:
     """Returns the checkpoint with its matrices packed for the sequences ids (R,T).
 
-    A matrix is packed when it is read. Reading in the model's order is fastest, because reading an earlier block again begins
-    with the first one. Only int4 in .safetensors can store the result.
+    A matrix is packed when it is read. Read the matrices in the model's order: reading an earlier block starts again at the
+    first block. Only int4 in .safetensors can store the result.
     """
     group = generation(checkpoint.config).group
     stored = checkpoint.weights.stored

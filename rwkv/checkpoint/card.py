@@ -99,7 +99,7 @@ def directory_card(name: str, path: Path, source: str | None = None, command: st
     Args:
         name: the name of the directory.
         path: the file or directory with the weights.
-        source: the name of the weights that the user gave.
+        source: the name of the weights, as the user typed it.
         command: the command that writes the directory.
     """
     loads = loading_commands(name)

@@ -11,7 +11,7 @@ from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
 from rwkv.io.json_types import JsonMapping, JsonObject
 
-ENTRY = "timemix"                        # files.describe makes the entry that has this key in a file's metadata
+ENTRY = "timemix"                        # in a file's metadata, the key of the entry that files.describe makes
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Content:
     Attributes:
         tensors: the tensors, by the names that the file uses.
         entry: the value of the entry `timemix`; None if another program wrote the file.
-        declared: the sizes that the file states, by their names in ModelConfig, and vocab_size. Also has constants that the
-            tensors assume, such as an epsilon, by the generation's names.
+        declared: the sizes that the file states, by their names in ModelConfig; vocab_size; and constants that the tensors
+            assume, such as an epsilon, by the generation's names.
         tied: the head shares the weights of the embedding.
         packed: the matrices that the file stores packed. `tensors` has the same matrices as float32.
         notes: messages about values that were assumed or ignored.
@@ -71,7 +71,7 @@ class Outgoing:
         packed: the matrices that the source file stores packed.
         card: the text of the README.md in a Hugging Face directory.
         by_input: stores the matrices with sparse inputs transposed, which makes decoding on a CPU faster.
-        texts: the source's chat templates and generation options, as a directory's texts by file name.
+        texts: the source's chat templates and generation options, as the files of a directory: {name: text}.
         name: the model's name, if a default chat template follows from it.
     """
 

@@ -193,7 +193,7 @@ def _base_of(path: Path) -> Checkpoint:
 
 
 def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -> tuple[Checkpoint, str]:
-    """Reads a tuned checkpoint onto the weights of `base`, and returns it with a hash of the trained values.
+    """Applies a tuned checkpoint to the weights of `base`, and returns the result with a hash of the trained values.
 
     `path` is the directory of a run with tune=lora or tune=state, a .ckpt in that directory, or another program's adapter.
     Raises CheckpointError as read_checkpoint does, for any other kind of run, and if the run was trained on weights other than
@@ -346,7 +346,7 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
 
     Args:
         name: a name as in Tokenizer.named.
-        end_of_text: the end-of-text token; by default the token that the checkpoint states, or else the tokenizer's file.
+        end_of_text: the end-of-text token; by default the one that the checkpoint or else the tokenizer's file states.
         option: the option that set the name, for error messages.
     """
     name = assumed_tokenizer(checkpoint) if name is None else name

@@ -119,8 +119,8 @@ def tuned_kind(names: Collection[str]) -> str | None:
                 "with timemix convert --lora")
     if {"logits", "att_x", "ffn_x"} <= set(names):
         return ("a saved state, which continues a sequence with the weights that computed it. Pass those weights as "
-                "checkpoint= and this file as state=; for training, pass the time_state.pth that a run of tune=state writes "
-                "beside this file as tune.state=")
+                "checkpoint= and this file as state=; for training, pass as tune.state= the time_state.pth that a run with "
+                "tune=state writes beside this file")
     return None
 
 

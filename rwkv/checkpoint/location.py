@@ -27,9 +27,9 @@ COMPLETE = "complete.json"               # trainer=fsdp writes this file into a 
 def locate(path: str | Path) -> Path:
     """Returns the path of a checkpoint: a file, a Hugging Face directory, or the last checkpoint in a run's directory.
 
-    If `path` is a name on the Hub, downloads the checkpoint (rwkv/io/hub.py). A directory's only weights stand for the
-    directory, because config.json or adapter_config.json states how to compute with them. Raises CheckpointError if there is no
-    checkpoint, or if a folder has several.
+    If `path` is a name on the Hub, downloads the checkpoint (rwkv/io/hub.py). The path of a directory's only weights file
+    stands for the directory, because config.json or adapter_config.json states how to compute with the weights. Raises
+    CheckpointError if there is no checkpoint, or if a folder has several.
     """
     path = follow(hub.local(path))
     if path.name in hub.DIRECTORY_WEIGHTS and path.is_file():
@@ -63,7 +63,7 @@ def _require_links(path: Path) -> None:
 
 
 def _nearest(path: Path) -> str:
-    """Returns a hint for a missing path: the most similar name in its folder, such as that with a suffix, or ""."""
+    """Returns a hint for a missing path: the most similar name in its folder, for example with a suffix, or ""."""
     names: list[str] = []
     with suppress(OSError):              # there is no such folder, or it cannot be read
         names = [file.name for file in sorted(path.parent.iterdir())

@@ -76,7 +76,7 @@ HUGGING_FACE_CONSTANTS = {
     "layer_types": ("linear_attention", "rwkv", "rwkv7"), "architecture_version": ("rwkv7",), "rescale_every": (0,)}
 HUGGING_FACE_UNUSED = ("attn_mode", "hidden_ratio", "fuse_norm", "fuse_cross_entropy", "fuse_linear_cross_entropy",
                        "use_l2warp", "wkv_mode", "group_norm_epsilon",
-                       "num_heads")      # fla ignores it beside head_dim; its first version wrote 32 for every model
+                       "num_heads")      # fla ignores num_heads if head_dim is set; fla's first version always wrote 32
 GROUP_NORM = "group_norm_epsilon"        # a key of config.json; the default is head_dim times norm_eps
 HUGGING_FACE_FEATURES = {"use_deep_embed": "RWKV-8's DeepEmbed", "attn": "layers of softmax attention",
                          "embedding_layer_norm_fused": "an embedding that ln0 is merged into"}

@@ -150,7 +150,7 @@ def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> T
 def read_content(content: bytes, config: ModelConfig, layout: str | None = None) -> TimeStates:
     """Reads a tuned state from a file's content instead of a path. The values are copies.
 
-    Raises the errors of read(); their messages say "the file".
+    Raises the errors of read(), whose messages call the content "the file".
     """
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "file"
@@ -165,7 +165,7 @@ def read_content(content: bytes, config: ModelConfig, layout: str | None = None)
 
 
 def write(states: TimeStates, path: Path) -> str:
-    """Writes a file with only states, and returns the layout of its suffix. Raises UserError for an unknown suffix."""
+    """Writes a file with only states, and returns the layout that its suffix implies. Raises UserError for unknown suffixes."""
     if path.suffix == ".st":
         tensors = {name: tensor.transposed() for name, tensor in states_by_name(states.layers, torch.float16).items()}
         write_file(path, lambda file: write_tensors(file, tensors.values(), {}))
@@ -205,10 +205,10 @@ def _layer_count_and_state_shape(path: Path, config: ModelConfig) -> tuple[int, 
 def _infer_layout(path: Path) -> tuple[str, str]:
     """Infers the layout from the file format, and also returns the reason. Raises UserError if both layouts are possible."""
     if _torch_file.recognises(path):
-        return OFFICIAL, "a file of torch.save, as trainers write"
+        return OFFICIAL, "trainers write this layout with torch.save"
     if path.suffix in WEB_RWKV:
-        return TRANSPOSED, f"a {path.suffix}, which web-rwkv's converter transposes"
-    raise UserError(f"cannot infer the layout of {path}: pass state_layout={OFFICIAL} ({AXES[OFFICIAL]}, as trainers write) or "
+        return TRANSPOSED, f"web-rwkv's converter transposes the states in {path.suffix} files"
+    raise UserError(f"cannot infer the layout of {path}: pass state_layout={OFFICIAL} ({AXES[OFFICIAL]}, as trainers do) or "
                     f"state_layout={TRANSPOSED} ({AXES[TRANSPOSED]}, as in web-rwkv's .st)")
 
 

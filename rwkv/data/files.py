@@ -42,7 +42,7 @@ def find_files(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     Raises UserError if there is no file, or if a link leads to a missing file.
 
     `path` is a file, a pattern such as books/**/*.md, or a folder. A folder stands for all files in it whose names end in one
-    of `endings`. Names are relative to the folder. A file that links also name is listed once, by its own path if possible.
+    of `endings`. Names are relative to the folder. A file that links lead to is listed once, by its own path if possible.
     """
     if Path(path).is_file():
         return [(Path(path).name, Path(path))]

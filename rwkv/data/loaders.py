@@ -10,7 +10,7 @@ workers and processes. Process `rank` of `world` reads every world-th window. A 
 
 Validation reads all windows in order. The tokens that remain form a last window, which is padded with IGNORED targets.
 
-Other kinds of batches are in segments.py (trainer.tbptt), mixture/windows.py (data=mix), conversations.py and pairs.py.
+Other kinds of batches are in tbptt_segments.py (trainer.tbptt), mixture/windows.py (data=mix), conversations.py and pairs.py.
 """
 
 import multiprocessing
@@ -184,7 +184,7 @@ def validation_rows(split: Tokenised, ctx_len: int, tbptt: int) -> WholeConversa
         return rows_of(split, ctx_len)
     except UserError as error:
         count = counted(len(split.tokens.starts) // (1 + split.paired), "pair" if split.paired else "conversation")
-        raise UserError(f"the validation split has {count}: {error}. A larger data.val_fraction gives it more") from None
+        raise UserError(f"the validation split has {count}: {error}. A larger data.val_fraction enlarges the split") from None
 
 
 def _unchanged(batch: Batch) -> Batch:

@@ -176,7 +176,7 @@ class SegmentSampler(Sampler[BatchPlan]):
 class StreamPositions:
     """Tracks the current chunk of each stream, and the number of segments left in that chunk.
 
-    `assigned` is the number of chunks that streams have got so far.
+    `assigned` is the number of chunks that streams have received so far.
     """
 
     def __init__(self, chunks: DocumentChunks, streams: int, seed: int) -> None:

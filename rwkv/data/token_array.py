@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAPPED = 1024                            # maximum of files mapped at the same time; a process may map about 65,000
+MAPPED = 1024                            # maximum number of files mapped at the same time; a process may map about 65,000
 
 
 class Part(NamedTuple):

@@ -113,7 +113,7 @@ class Chat:
         self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
 
     def load(self, messages: object) -> None:
-        """Replaces the messages of the conversation, also by none. Raises UserError if the new messages are malformed.
+        """Replaces the messages of the conversation; the list may be empty. Raises UserError if the messages are malformed.
 
         Half a surrogate pair, which UTF-8 cannot encode, becomes U+FFFD.
         """

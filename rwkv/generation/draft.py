@@ -24,7 +24,7 @@ from rwkv.model.decoding.c_step import why_not
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 WINDOW = 2**15                           # the last tokens of a sequence that an NGram searches
-SHORTEST, LONGEST = 3, 8                 # tokens that must match; most tokens compared to choose among matches
+SHORTEST, LONGEST = 3, 8                 # minimum length of a match; maximum length compared to choose among matches
 MOST_UNREAD = 64                         # if more tokens are unread, a draft model reads only the last ones
 STEP_OVERHEAD = 1.25                     # measured: a 0.1b step takes 0.16 of a 1.5b step's time, with 0.127 of the parameters
 

@@ -25,7 +25,7 @@ from rwkv.generation.prefix_cache import EMPTY, Key, PrefillResult, PrefixCache
 from rwkv.model.base import Model, State
 
 LOGPROB_ROWS = 32                        # prompt tokens whose log-probabilities are computed together
-SHORT_PROMPT = 64                        # most tokens for which C is as fast as PyTorch in any dtype; a GPU graph holds as many
+SHORT_PROMPT = 64                        # up to this many tokens C is as fast as PyTorch in any dtype; also a GPU graph's limit
 WEIGHTS_IN_C = 8                         # replaces Chunks.weights where a chunk is one C call or graph replay
 
 

@@ -6,15 +6,15 @@ from statistics import median
 from kernels import native
 
 STEPS = 5                                # recent steps whose times count; until so many have been timed, nothing is proposed
-PASSES, FEWEST_PASSES = 5, 2             # recent passes with the same number of proposals: at most, and at least
+PASSES, FEWEST_PASSES = 5, 2             # maximum and minimum number of recent passes that count, for each number of proposals
 REFRESH = 32                             # after this many passes with proposals, a step without proposals is timed again
 
 
 def pass_cost() -> float:
-    """Returns the time that an additional token of a pass may take, relative to a step. This is the estimate before any pass.
+    """Returns the time of an additional token of a pass, relative to a step, as estimated before any pass has been timed.
 
-    With the 1.5b model it was 0.03 to 0.1 with AVX-512, and with AVX2 0.18 to 0.35 in int8 and int4; 8 rows in GGUF's blocks
-    suggest 0.4 there (docs/log.md, "Drafts"). Other CPUs have not been measured.
+    An additional token of the 1.5b model took 0.03 to 0.1 of a step with AVX-512, and 0.18 to 0.35 with AVX2 in int8 and int4;
+    8 rows in GGUF's blocks suggest 0.4 with AVX2 (docs/log.md, "Drafts"). Other CPUs have not been measured.
     """
     return 0.2 if (native.level() or "").startswith("avx512") else 0.4
 
@@ -32,8 +32,8 @@ class ProposalCost:
 
     def __init__(self, draft_cost: float) -> None:
         self.draft_cost = draft_cost
-        self._steps = _RecentTimes(STEPS, STEPS)         # of steps; the keys are numbers of rows
-        self._extra = _RecentTimes(PASSES, FEWEST_PASSES)         # by which passes take longer than a step; keys: proposals
+        self._steps = _RecentTimes(STEPS, STEPS)         # times of steps; keys: rows
+        self._extra = _RecentTimes(PASSES, FEWEST_PASSES)         # times by which passes exceed a step; keys: proposals
         self._passes: Counter[int] = Counter()           # passes with proposals since the last step; keys: rows
 
     def record(self, rows: int, proposed: int, seconds: float) -> None:

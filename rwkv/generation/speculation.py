@@ -1,4 +1,4 @@
-"""Speculative decoding: how many tokens a draft proposes and when it pauses; the model reads them in one pass.
+"""Decides how many tokens a draft proposes and when the draft pauses. The model verifies the proposals in one pass.
 
 A pass reads the last token of each row and the tokens proposed for the row. The row draws a token from the logits after each of
 them, with its own random numbers, penalties and grammar, as without a draft. The pass ends for the row when the row draws a
@@ -21,7 +21,7 @@ from rwkv.generation.draft import Draft
 from rwkv.generation.proposal_cost import ProposalCost
 from rwkv.generation.row import Row
 
-MOST_ROWS = 4                            # most rows in the batch for which tokens are proposed
+MOST_ROWS = 4                            # with more rows in the batch, no tokens are proposed
 FIRST_P = 0.6
 DECAY = 0.95                             # factor by which the weight of earlier passes shrinks in each pass
 PRIOR_TOKENS = 4.0                       # FIRST_P weighs as much as this many proposals
@@ -108,8 +108,8 @@ class Speculation:
     def record_time(self, rows: int, proposed: int, seconds: float) -> None:
         """Records the time of a pass with this many rows, for which `proposed` tokens were proposed in total.
 
-        A pass does not count if the draft ran without a result, or after a pass in which it had not run: it may then have read
-        a prompt, or what was drawn in a pause.
+        Ignores a pass in which the draft ran but proposed nothing, and a pass with proposals after a pass in which the draft
+        did not run: the draft may have read a prompt, or the tokens drawn in a pause.
         """
         if rows <= MOST_ROWS and self._draft_ran == bool(proposed) and (self._draft_ran_before or not proposed):
             self._draft.cost.record(rows, proposed, seconds)

@@ -9,8 +9,8 @@ Every option for a checkpoint, state, adapter, tokenizer or template accepts the
     hf://NAME                the same; also a browser's address, https://huggingface.co/ORG/REPO/blob/main/PATH
 
 A name that exists on disk, or whose first folder exists, is a path. The package huggingface_hub downloads the files, so its
-cache, token, offline mode and progress bar apply. A download whose connection breaks resumes, before version 1.25 of that
-package when the command is repeated. Only files that will be read are downloaded.
+cache, token, offline mode and progress bar apply. A download resumes after its connection breaks (before version 1.25 of that
+package, only when the command is repeated). Only files that will be read are downloaded.
 """
 
 import functools
@@ -99,7 +99,7 @@ class Contents(NamedTuple):
 
 
 def parse(text: str | Path) -> Name | None:
-    """Parses a name on the Hub; a path on disk gives None. Raises CheckpointError if hf:// or an address contains no name."""
+    """Parses a name on the Hub; returns None for a path. Raises CheckpointError for hf:// or an address without a model."""
     text = text.as_posix() if isinstance(text, Path) else text
     scheme = SCHEME.match(text)
     body = text[scheme.end():].partition("?")[0].rstrip("/") if scheme else text
@@ -135,7 +135,7 @@ def local(name: str | Path, noun: str = "checkpoint") -> Path:
 
 
 def fetch(name: str | Path, noun: str = "checkpoint") -> Download:
-    """Downloads a name as local() does, and also returns the name pinned to a commit, or the absolute path of a path."""
+    """Downloads a name as local() does, and also returns the name pinned to a commit. A path is only made absolute."""
     return _fetch_unless_path(name, noun) or Download(Path(name), str(Path(name).resolve()))
 
 

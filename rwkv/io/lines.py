@@ -17,7 +17,7 @@ def counted(n: float, noun: str) -> str:
 
 
 def labelled_line(subject: str, text: str, stream: TextIO) -> str:
-    """Returns a line with a label and a text, without a line end.
+    """Returns a line with a label and a text, without a newline.
 
     The line is wrapped if `stream` is a terminal that is too narrow.
     """

@@ -11,7 +11,7 @@ from rwkv.errors import UserError
 
 NAME = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
-FOREVER = -1                             # patience without a limit
+FOREVER = -1                             # patience without a time limit
 
 
 def lock_folder(folder: Path, patience: float, in_use: str, unprotected: Callable[[str], object]) -> FileLock | None:

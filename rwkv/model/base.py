@@ -244,7 +244,7 @@ class Model(nn.Module):
         one_thread_in_forks()
         self.config, self.operator = config, operator
         self.fingerprint_before: str | None = None       # the fingerprint before quantising or merging
-        self.unrounded: dict[str, str] = {}              # the fingerprint of weights in float16 -> that before rounding
+        self.unrounded: dict[str, str] = {}              # fingerprint of float16 weights -> fingerprint before rounding
         self.decoding_step = CachedFromWeights()         # the cached CStep or GpuStep
         self.returns_free_memory = False                 # true if training returns free memory after each block
         self.weight_cache: WeightCache | None = None     # the rounded weights, for training in half precision
@@ -397,7 +397,7 @@ class Model(nn.Module):
         return self.unrounded.get(value, value)
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Changes the weights' device or dtype. Float16 would change the fingerprint, which rounds to bfloat16."""
+        """Changes the weights' device or dtype. Remembers the fingerprint before rounding to float16, which would change it."""
         weight = self.ln_out.weight      # unlike the embedding, it is never quantised
         rounds = not weight.is_meta and function(weight.new_empty(0)).dtype == torch.float16 != weight.dtype
         before = self.fingerprint() if rounds else None

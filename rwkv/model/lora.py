@@ -95,7 +95,7 @@ def layers_to_adapt(config: ModelConfig, modules: Sequence[str]) -> list[str]:
 
 
 def require_rank(config: ModelConfig, modules: Sequence[str], rank: int) -> None:
-    """Raises UserError for a rank above that of every adapted matrix, which costs memory and time and changes nothing."""
+    """Raises UserError for a rank above that of every adapted matrix: the excess would cost memory and time without effect."""
     shapes = generation(config).shapes(config, 1)
     most = max(min(shapes[f"blocks.0.{name}.weight"]) for name in layers_to_adapt(config, modules))
     if rank > most:

@@ -1,4 +1,4 @@
-"""Construction of a model's operator from the name of a kernel, for training and from_pretrained."""
+"""Constructs a model's operator from the name of a kernel, for training and from_pretrained."""
 
 from typing import Any
 

@@ -8,8 +8,8 @@ groups of 32, and also the inputs of a product with few rows (kernels/matvec).
 
 int8 scales each input row by the row's own largest magnitude, and the products of integers are exact. So a row's result has the
 same bits in any batch. The C kernel of kernels/matvec computes the products. In training, and without the C library, FBGEMM
-does where torch has it, from a copy of the weights in its own layout. Without VNNI it rounds inputs to 7 bits, and the C kernel
-rounds inputs with a sign to 8; otherwise both round alike. All else is computed in float32.
+computes them where torch has FBGEMM, from a copy of the weights in its own layout. Without VNNI, FBGEMM rounds inputs to 7
+bits, and the C kernel rounds inputs with a sign to 8; otherwise both round alike. All else is computed in float32.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,9 +46,9 @@ def matvec_for(format: str) -> MatVec:
 
 
 class _WithPackedWeight(nn.Module):
-    """Base class of modules with a packed weight, whose tensors state_dict() contains by the names of a .safetensors file.
+    """Base class of modules with a packed weight. state_dict() names its tensors as in a .safetensors file.
 
-    These names are NAME, NAME.scale and NAME.shift (rwkv/checkpoint/formats/_packed.py).
+    The names are NAME, NAME.scale and NAME.shift (rwkv/checkpoint/formats/_packed.py).
     """
 
     packed: Any                          # a Packed
@@ -218,7 +218,7 @@ def _product(layer: _RoundedLayer, x: Tensor) -> Tensor:
 
 
 def _rows_per_block(weight: Tensor, K: int) -> int:
-    """Returns the number of rows of length K that are converted at a time. A GPU takes larger blocks: fewer launches."""
+    """Returns the number of rows of length K that are converted at a time: more on a GPU, for fewer launches."""
     return max(1, (UNPACKED_ON_GPU if weight.is_cuda else UNPACKED) // K)
 
 

@@ -1,4 +1,4 @@
-"""Detection of changes to a model's weights, and caches of values that are computed from weights.
+"""Detects changes to a model's weights, and caches values that are computed from weights.
 
 These changes are always detected:
 

@@ -23,7 +23,7 @@ from rwkv.io.json_types import JsonObject
 from rwkv.report.run_files import Curve, Run
 
 REFERENCES = ("reference", "formula")    # kernels that define their operator, in order of preference
-EARLY = 20                               # the number of first steps in which rounding hardly separates equivalent kernels
+EARLY = 20                               # first steps of a run, in which rounding hardly separates equivalent kernels
 MAY_DIFFER = ("kernel.name", "seed", "out_dir", "resume", "logger.run_name")
 OPTIONS = options_of(TrainConfig)
 WHEN = ("start", "end")

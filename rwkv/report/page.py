@@ -1,6 +1,6 @@
 """Renders the report as an HTML page without scripts or external resources. Every text is escaped.
 
-The style sheet is light or dark as the system prefers, and suits screens of any width, even a telephone's.
+The style sheet is light or dark as the system prefers, and suits screens of any width, including a phone's.
 """
 
 import statistics

@@ -42,7 +42,7 @@ def changes(runs: Sequence[Run]) -> list[str]:
 
 
 def answers(runs: Sequence[Run]) -> list[str]:
-    """Returns the table of a single run's held-out prompts, with the answers in the data, and the model's before and after."""
+    """Returns a table of a single run's held-out prompts: the answer in the data, and the model's before and after tuning."""
     samples = runs[0].tuned.get("samples", []) if len(runs) == 1 else []
     headers = {"prompt": "prompt", "reference": "in the data", **{when: f"model, {when}" for when in WHEN}}
     columns = [Column(header, lambda sample, name=name: _text_cell(sample.get(name)), words=True)      # type: ignore[misc]

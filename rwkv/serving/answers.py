@@ -234,7 +234,7 @@ class Part(NamedTuple):
 class _Choice:
     """One sequence of an answer, presented as a choice of a completion or a chat completion.
 
-    A chat message has one content string. A line end separates text before a tool call from text after the call.
+    A chat message has one content string. A newline separates text before a tool call from text after the call.
     """
 
     def __init__(self, spec: ResponseSpec, number: int, prompt: Sequence[int]) -> None:
@@ -252,7 +252,7 @@ class _Choice:
         self._calls: list[JsonObject] = []
         self._has_text = False
         self._after_call = False         # a tool call has ended, and no text has followed yet
-        self._line_end = ""              # a line end that was added to the text, but not yet to a token's string
+        self._line_end = ""              # a newline that was added to the text, but not yet to a token's string
         self._decoder = spec.tokenizer.decoder(
             spec.after if spec.echo_logprobs else before if spec.logprobs else ())
         self._offset = 0                 # the text offset of the next token, in characters
@@ -315,9 +315,9 @@ class _Choice:
         return pieces
 
     def _with_line_end(self, part: Part) -> Part:
-        """Returns the part, with a line end before its text if a tool call separates the text from earlier text.
+        """Returns the part, with a newline before its text if a tool call separates the text from earlier text.
 
-        The first token's string gets the line end too, so that the concatenated tokens equal the content.
+        The first token's string gets the newline too, so that the concatenated tokens equal the content.
         """
         text = part.text
         logprobs = part.logprobs
@@ -448,7 +448,7 @@ def token_string(entry: Entry) -> str:
 
 
 def one_line(content: JsonObject) -> bytes:
-    """Returns the content as one line of JSON without a final line end. Line ends inside a msgspec.Raw are replaced."""
+    """Returns the content as one line of JSON without a final newline. Newlines inside a msgspec.Raw are replaced."""
     line = msgspec.json.encode(content)
     for character, escape in LINE_ENDS.items():
         line = line.replace(character, escape)

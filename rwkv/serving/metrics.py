@@ -21,9 +21,9 @@ class Metrics:
 
     def __init__(self, rows: Callable[[], int], queue: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
-        self._prompt = Counter("timemix_prompt_tokens", "Tokens of prompts", registry=registry)
-        self._cached = Counter("timemix_cached_tokens", "Tokens of prompts that were cached", registry=registry)
-        self._generated = Counter("timemix_generated_tokens", "Tokens of answers", registry=registry)
+        self._prompt = Counter("timemix_prompt_tokens", "Prompt tokens", registry=registry)
+        self._cached = Counter("timemix_cached_tokens", "Prompt tokens found in the prefix cache", registry=registry)
+        self._generated = Counter("timemix_generated_tokens", "Generated tokens", registry=registry)
         self._proposed = Counter("timemix_proposed_tokens", "Tokens that the draft proposed", registry=registry)
         self._accepted = Counter("timemix_accepted_tokens", "Proposed tokens that were accepted", registry=registry)
         self._finished = Counter("timemix_texts", "Finished sequences, by reason", ["reason"], registry=registry)

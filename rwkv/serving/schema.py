@@ -1,11 +1,11 @@
 """Declares the fields of request bodies, with types and ranges. OpenAI's fields have OpenAI's types and ranges.
 
-The server ignores OpenAI's fields that do not affect the text, and refuses unsupported and unknown fields. A field with null
-counts as absent, even an unknown field, because some clients send all fields that they know. So does -1 in seed, max_tokens and
-top_k, because clients of llama.cpp, LM Studio and vLLM send -1.
-Clients in languages without integers send 2.0 for 2; JSON Schema, too, counts 2.0 as an integer.
-Clients such as Open WebUI and SillyTavern also send options of Ollama, llama.cpp and vLLM. A request may have an option that
-this server lacks only with a value that turns the option off.
+The server ignores OpenAI's fields that do not affect the text, and refuses unsupported and unknown fields, with exceptions:
+- A field with null counts as absent, even an unknown field, because some clients send all fields that they know.
+- -1 counts as absent in seed, max_tokens and top_k, because clients of llama.cpp, LM Studio and vLLM send -1.
+- 2.0 counts as 2, as in JSON Schema, because languages without integers send 2.0.
+- Options of Ollama, llama.cpp and vLLM are accepted, because clients such as Open WebUI and SillyTavern send them. If this
+  server lacks an option, the value must turn the option off.
 """
 
 import math
@@ -28,11 +28,11 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONGEST_STOP = 256                       # characters
 LONGEST_ERROR = 400                      # characters
-MOST_ROWS = 128                          # most sequences in one request
-MOST_LOGPROBS = 20                       # most tokens with log-probabilities at each position, as in OpenAI's chats
-MOST_ECHO_LOGPROBS = 5                   # the same with echo, for which the prompt has them too
-MOST_TOOLS = 128                         # most tools in one request
-MOST_CORRECTED = 8                       # most nested places with unknown null fields, or with floats such as 2.0
+MOST_ROWS = 128                          # maximum sequences in one request
+MOST_LOGPROBS = 20                       # maximum top log-probabilities per position, as in OpenAI's chat API
+MOST_ECHO_LOGPROBS = 5                   # the same with echo, which adds them for the prompt
+MOST_TOOLS = 128                         # maximum tools in one request
+MOST_CORRECTED = 8                       # maximum nested places with unknown null fields, or with floats such as 2.0
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
@@ -302,7 +302,7 @@ class AllowedToolsChoice(msgspec.Struct, tag="allowed_tools", tag_field="type", 
 
 
 class Thinking(NamedTuple):
-    """A request's wish for thoughts.
+    """Whether and how a request asks for thoughts.
 
     Attributes:
         think: whether and how the answer begins with thoughts, as in ChatTemplate.render.

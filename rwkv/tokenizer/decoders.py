@@ -20,7 +20,7 @@ class Decoder(Protocol):
     """Decodes one text, one id at a time."""
 
     def continue_after(self, ids: Sequence[int]) -> None:
-        """Makes the text of later ids continue the text of `ids`, of which only an incomplete last character is returned."""
+        """Makes later ids continue the text of `ids`. Of this text, only an incomplete last character is returned later."""
 
     def push(self, token: int) -> str:
         """Adds an id and returns the text that it completes, possibly "".
@@ -35,7 +35,7 @@ class Decoder(Protocol):
         """Returns the text that push and flush would return for all `ids` together. Raises UserError as push does."""
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Returns the bytes of `ids`: those of their tokens, also if they are not UTF-8, or else the text in UTF-8."""
+        """Returns the tokens' bytes, which may not be UTF-8, or the text in UTF-8 if tokens are not byte strings."""
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
         """Returns the text that each of `tokens` alone would add after the ids `before`. Incomplete characters are U+FFFD."""
@@ -93,7 +93,7 @@ class TextDecoder:
     """
 
     LONGEST = 8                          # ids
-    BEFORE = 64                          # ids before these affect neither later nor pending text
+    BEFORE = 64                          # earlier ids affect neither later nor pending text
 
     def __init__(self, decode: Callable[[list[int]], str], vocab_size: int, skipped: set[int]) -> None:
         self._decode = decode

@@ -41,7 +41,7 @@ JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # de
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # a byte fallback token
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
 SPECIAL = "special"                      # a key in the definition of a WorldTokenizer with special tokens
-LARGEST = 2 ** 24                        # tokens of a vocabulary, also of data.vocab_size
+LARGEST = 2 ** 24                        # maximum size of a vocabulary, and of data.vocab_size
 MAX_UNUSED_ROWS = 255                    # an embedding may have this many more rows than tokens: some models round the size up
 MADE_FROM_DATA = ("char", "bpe")         # values of data.tokenizer for tokenizers made from the data
 
@@ -591,7 +591,7 @@ def _load_library(text: str) -> tokenizers.Tokenizer:
     library.no_truncation()
     library.no_padding()
     if isinstance(library.model, tokenizers.models.BPE):
-        library.model.dropout = None     # with dropout, the same text has other ids in each call
+        library.model.dropout = None     # with dropout, a text would get different ids at each call
     return library
 
 

@@ -33,7 +33,7 @@ CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
 
 
 def vocabulary_in(text: str) -> str | None:
-    """Converts a tokenizer.json to the text of a World vocabulary's file. Returns None if it has none or is damaged."""
+    """Converts a tokenizer.json to the text of a World vocabulary's file. Returns None for other vocabularies or damage."""
     by_id = FIRST_ID.match(text)
     if not by_id and '"WordLevel"' not in text and f'"{TRIE}"' not in text:          # the caller parses other vocabularies
         return None

@@ -1,1 +1,1 @@
-"""Has the tools that run as `python -m rwkv.tools.NAME`."""
+"""The programs that run as `python -m rwkv.tools.NAME`."""

@@ -1,4 +1,4 @@
-"""Makes a checkpoint a model of EleutherAI's lm-evaluation-harness.
+"""Runs a checkpoint as a model of EleutherAI's lm-evaluation-harness.
 
 A context that several continuations share, as in multiple choice, is prefilled only once. Contexts may have any length, so
 texts are not split into windows. The harness splits texts only for other models.

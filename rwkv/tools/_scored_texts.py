@@ -34,7 +34,7 @@ def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> l
 
 
 def holds_answers(path: Path) -> bool:
-    """Returns True if the file contains conversations. An invalid first line gives False; read_last_words reports it."""
+    """Returns True if the file contains conversations, and False if its first line is invalid: read_last_words reports that."""
     require_file(path)
     with suppress(UserError):
         return path.suffix.lower() == ".jsonl" and holds_conversations(path)

@@ -1,7 +1,7 @@
 """python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: Converts weights between formats.
 
-It converts one tensor at a time, so it needs memory only for the largest tensor; --calibrate needs memory for one layer. OUT is
-written atomically.
+One tensor at a time is converted, so memory is needed only for the largest tensor; --calibrate needs memory for one layer. OUT
+is written atomically.
 """
 
 import argparse
@@ -112,14 +112,14 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         format: the name of target's format; None infers it from the suffix.
         tokenizer: the tokenizer to write with the weights, a name as in Tokenizer.named; by default the source's tokenizer, or
             else, in the formats READ_WITH_TOKENIZER, the one that the programs assume (assumed_tokenizer).
-        end_of_text: the end-of-text token of a .json tokenizer; by default the token that the source states, or else the
-            tokenizer's file.
+        end_of_text: the end-of-text token of a .json tokenizer; by default the one that the source or else the tokenizer's
+            file states.
         layout: the layout of an RWKV-7 Hugging Face directory, one of LAYOUTS.
         lora: an adapter to merge.
         lora_alpha: the adapter's alpha if its file lacks one.
         command: the conversion command, for the model card.
         by_input: stores matrices with sparse inputs transposed, as in write_checkpoint.
-        calibrate: the file of a text for which int4 in .safetensors is rounded.
+        calibrate: a text file on which int4 in .safetensors is calibrated.
     """
     from rwkv.checkpoint.files import (
         WITH_TEMPLATES,

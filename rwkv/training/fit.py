@@ -1,4 +1,4 @@
-"""Runs one training run in five stages, prepare, plan, build, fit and finish, and says how an interrupted one continues.
+"""Trains one run in five stages, prepare, plan, build, fit and finish, and prints how to continue an interrupted run.
 
 The stage `plan` also builds the model. rwkv/programs/train.py calls `main` in each process.
 """

@@ -29,8 +29,8 @@ from rwkv.io.utf8 import LFS, LFS_POINTER
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int8", "int4")}     # block formats
 LAYOUTS = ("fla", "official", "transformers-rwkv")       # layouts of RWKV-7's Hugging Face directories
 TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
-BYTES_SHOWN = 16                         # an error shows this many bytes of an unknown file; in every format some are not TEXT
-# A file that begins with these bytes is not a checkpoint: what it is, and what to do
+BYTES_SHOWN = 16                         # an error shows this many bytes of an unknown file; in no format are all of them TEXT
+# For the first bytes of files that are not checkpoints: what such a file is, and what to do
 NOT_WEIGHTS = {
     LFS: LFS_POINTER,
     b"# xet version": "a Xet pointer, not the file itself: fetch the file with git xet, or download the file",

@@ -1,7 +1,7 @@
 """Reads a checkpoint of trainer=fsdp, which is a folder with one file per process, written by torch.distributed.checkpoint.
 
     shard-00001-....safetensors, ...     rows of the weights and of the optimiser's state, one file per process
-    rest.pt                              the rest of a .ckpt's dictionary; "sharded" lists the places of these tensors in it
+    rest.pt                              the rest of a .ckpt's dictionary; "sharded" lists the places of the sharded tensors
     complete.json                        size and CRC-32 of every other file; written last
 
 A place is a tuple of keys into the nested dictionary, such as ("optimizer_states", 0, "state", 3, "exp_avg"). The shards store

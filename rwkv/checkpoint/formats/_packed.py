@@ -10,11 +10,11 @@ An int4 matrix whose G is not a multiple of 8 is stored in the layout of kernels
 group after another, two integers per byte. Files of version 1 store every matrix in that layout. Such matrices are repacked on
 reading.
 
-int4 that is calibrated (rwkv/checkpoint/calibration.py) has GGUF's blocks: NAME is (N,blocks of a row,bytes of a block) U8. The
-number of bytes in a block tells the kind of block.
+Calibrated int4 (rwkv/checkpoint/calibration.py) has GGUF's blocks: NAME is (N,blocks of a row,bytes of a block) U8. The number
+of bytes in a block identifies the kind of block.
 
-A matrix with sparse inputs is stored by input in int8, and may be in bfloat16: the file then has its transpose, NAME.by_input,
-and no NAME. Decoding on a CPU does not read the weights of inputs that are zero.
+A matrix with sparse inputs is stored by input, always in int8 and optionally in bfloat16: the file then has its transpose,
+NAME.by_input, and no NAME. Decoding on a CPU does not read the weights of inputs that are zero.
 
 The embedding is BF16, because it is looked up, not multiplied. BF16 low-rank matrices stay BF16. All other tensors are F32.
 """
@@ -68,7 +68,7 @@ def version(content: Outgoing) -> int:
 
 
 def _format_to_write(content: Outgoing, name: str) -> str:
-    """Returns the format of a matrix in the new file: the source's packed format if that has the dtype to write."""
+    """Returns the format of a matrix in the new file: the source's packed format if its dtype is the one to write."""
     matrix = content.packed.get(name)
     return matrix.format if matrix is not None and matrix.dtype == content.quantised else str(content.quantised)
 

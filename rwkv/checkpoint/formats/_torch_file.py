@@ -39,7 +39,7 @@ READ_BYTES = 1 << 20                     # a checksum is computed over this many
 FIELD_HEADER = 4                         # an extra field's header has this many bytes
 EPOCH = (1980, 1, 1, 0, 0, 0)            # this is zip's earliest date, fixed so that equal weights give equal files
 OTHER_OBJECTS = "Unsupported"            # torch's message contains this if it refuses to execute a class or operation
-LATER_PROTOCOL = "Unsupported operand"   # and this if a later pickle protocol than 2 has the operation
+LATER_PROTOCOL = "Unsupported operand"   # and this if the operation belongs to a pickle protocol later than 2
 Dictionary = dict[Any, Any]              # the content of a file written by torch.save
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
@@ -91,7 +91,7 @@ def _require_plain(path: Path) -> None:
 def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, object]:
     """Returns the dictionary of tensors in a loaded file: `content` itself, or a dictionary nested in it.
 
-    In {"model": weights, "step": 7} and in {**weights, "step": 7}, for example, that is `weights`. Raises CheckpointError if
+    For {"model": weights, "step": 7} and {**weights, "step": 7}, for example, returns `weights`. Raises CheckpointError if
     several nested dictionaries contain tensors.
     """
     if any(map(_is_weight, content.items())):

@@ -73,7 +73,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Content:
-    """Reads a directory, or one of the files with all weights in it, with the directory's configuration and tokenizer."""
+    """Reads a directory, or one file in it that has all weights, with the directory's configuration and tokenizer."""
     folder = path.parent if path.is_file() else path
     config, generation = _config(folder / CONFIG)
     require_supported(folder / CONFIG, config, CONSTANTS | generation.HUGGING_FACE_CONSTANTS,
@@ -109,7 +109,7 @@ def _declared_sizes(path: Path, config: JsonObject, sizes: dict[str, str]) -> Js
 
 
 def _epsilon(path: Path, config: JsonObject, generation: ModuleType, ours: bool) -> dict[str, float]:
-    """Returns the epsilon of the group norm, with its key in config.json; {} if it is the generation's default.
+    """Returns the group norm's epsilon by its key in config.json, or {} if it is the generation's default.
 
     `ours` is True if this program wrote the file. Then a missing key means the default.
     """
@@ -196,11 +196,11 @@ def _texts_by_file_name(outgoing: Outgoing) -> dict[str, str]:
 
 
 def _require_ours(path: Path, texts: Mapping[str, str]) -> None:
-    """Raises UserError if `path` contains files that would be lost: others than OURS, and others than the same `texts`."""
+    """Raises UserError if `path` contains files that would be lost: files that are neither OURS nor equal to `texts`."""
     if path.exists() and not path.is_dir():              # write_folder would replace a device or pipe, such as /dev/null
         raise UserError(f"{path} must be a directory, but is a file or a device: choose another name")
     same = {path / name for name, text in texts.items() if (path / name).is_file() and _text(path / name) == text}
-    files = chain(sorted(path.glob("*")), path.rglob("*"))               # the folder's own files first: it may be a home folder
+    files = chain(sorted(path.glob("*")), path.rglob("*"))               # top-level files first: a home folder may be large
     other = next((file for file in files if not file.is_dir() and file not in same
                   and (file.parent != path or (file.name not in OURS and not card.is_ours(file)))), None)
     if other is not None:
@@ -306,7 +306,7 @@ def _tokenizer_definition(folder: Path, vocab_size: object) -> tuple[JsonObject 
 
 def _entry_with_edits(folder: Path, entry: JsonObject | None, tokenizer: JsonObject | None
                       ) -> tuple[JsonObject | None, list[str]]:
-    """Returns the entry `timemix`, without its tokenizer if the files' definition `tokenizer` has been edited, and messages."""
+    """Returns messages and the entry `timemix`, without its tokenizer if `tokenizer`, from the other files, has been edited."""
     own = (entry or {}).get("tokenizer")
     if entry is None or tokenizer is None or not isinstance(own, dict):
         return entry, []
@@ -330,7 +330,7 @@ def _is_same_vocabulary(first: JsonObject, second: JsonObject) -> bool:
 
 def _world_definition(folder: Path, vocabulary: str, vocab_size: object,
                       added: Sequence[JsonObject] = ()) -> tuple[JsonObject, list[str]]:
-    """Returns the definition of a WorldTokenizer with the special tokens `added` and of tokenizer_config.json, and messages.
+    """Returns messages and the definition of a WorldTokenizer with the special tokens in `added` and tokenizer_config.json.
 
     As in transformers' tokenizers in Python, a token has the id that the file states. Tokens with the id of another token,
     tokens beyond the model's `vocab_size` and tokens that are not special are ignored.

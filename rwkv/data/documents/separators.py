@@ -36,7 +36,7 @@ def describe(counts: Mapping[str, int], takes_separator: bool) -> str:
 
 
 def separate(texts: Iterable[tuple[Iterable[str], str, int | None]], separator: str, path: str) -> Iterator[Text]:
-    """Yields the documents between separators in each (chunks, where, weight), without the line ends around the separators.
+    """Yields the documents between separators in each (chunks, where, weight), without the newlines around the separators.
 
     Raises UserError after the last text if no text contains the separator.
     """

@@ -38,11 +38,12 @@ class Source:
     """A source of documents.
 
     Attributes:
-        documents: yields all documents when called. None is empty, and their order depends only on the data.
+        documents: yields all documents when called, none of them empty, in an order that depends only on the data.
         about: one line about the source, for messages.
         sha256: a hash of the contents and their order.
         size: an estimate of the bytes to read.
-        at_most: upper bounds of bytes plus documents in the training and the validation split; None if unknown before reading.
+        at_most: for the training and for the validation split, an upper bound of the number of bytes plus the number of
+            documents; None if unknown before reading.
     """
 
     documents: Callable[[], Iterator[Document]]
@@ -62,7 +63,7 @@ def rank(name: str) -> bytes:
 
 
 def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
-    """Returns how many of the first documents contain `fraction` of all bytes: at least one, and fewer than all."""
+    """Returns how many documents, from the first on, reach `fraction` of all bytes: at least one, and fewer than all."""
     target = fraction * sum(sizes)
     reached = count = 0
     while reached < target and count < len(sizes) - 1:
@@ -74,7 +75,7 @@ def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
 def in_validation(fraction: float) -> Iterator[bool]:
     """Yields for each document of an endless series whether it is for validation.
 
-    The first document is for validation. A hash chooses one of every further 1/fraction documents.
+    The first document is for validation. Of the documents after it, a hash chooses one in 1/fraction.
     """
     block = picked = number = 0
     while True:

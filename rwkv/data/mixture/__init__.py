@@ -6,8 +6,8 @@
     name     the NAME in val/loss/NAME, the metric of the source's validation loss; by default the last part of the path
     data     the kind of data, as in data=; by default inferred from the path
 
-The other entries are options as in a run on that source alone. Each source has its own validation split, as in
-a run on that source alone. All sources use the same tokenizer. This module does not import PyTorch.
+The other keys are options as in a run on that source alone. Each source has its own validation split, as in a run on that
+source alone. All sources use the same tokenizer. This module does not import PyTorch.
 """
 
 import math

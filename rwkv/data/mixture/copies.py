@@ -1,7 +1,7 @@
 """Finds copies of documents in different sources of data=mix.
 
 Validation omits documents that are in another source's training split. Documents are copies if their texts are equal except
-for white space (rwkv/data/documents/copies.py). White space is ignored because a text file ends with a line end that the same
+for white space (rwkv/data/documents/copies.py). White space is ignored because a text file ends with a newline that the same
 text in JSON lines lacks. Documents are compared by a 64-bit hash.
 """
 

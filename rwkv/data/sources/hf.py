@@ -143,7 +143,7 @@ def _load_arguments(config: DataConfig) -> tuple[str, JsonObject]:
         return path, options
     is_pattern = glob.has_magic(path) and not Path(path).exists()
     files = sorted((str(file.absolute()) for _, file in find_files(path, ())), key=natural_key) if is_pattern else \
-        [str(Path(path).absolute()) if Path(path).is_file() else path]     # the library would not escape the current folder
+        [str(Path(path).absolute()) if Path(path).is_file() else path]     # absolute: glob.escape below covers the whole path
     name = re.split(r"[\[+]", split)[0].strip()
     return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options}
 

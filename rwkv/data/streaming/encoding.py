@@ -92,8 +92,8 @@ class TextEncoder:
 
     Args:
         held_out: the fingerprints of the documents to omit.
-        skips: True if a few rows without a readable text are skipped, with a line on standard error. They would end a run of
-            days, which could not be resumed: a resumed run requires unchanged data.
+        skips: True if a few rows without a readable text are skipped, with a line on standard error. Otherwise such a row
+            would end a run of days, which could not be resumed, because a resumed run requires unchanged data.
     """
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer, separator: str | None,

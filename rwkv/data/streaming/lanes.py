@@ -48,7 +48,7 @@ class Block(NamedTuple):
     Attributes:
         epoch, number: the number of the epoch, and the number of the block in this epoch.
         position: the reader's position at the start of the block.
-        bytes, documents: the bytes and the rows that each lane has got before this block.
+        bytes, documents: the numbers of bytes and rows that each lane has received before this block.
     """
 
     epoch: int

@@ -137,7 +137,7 @@ def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_
     Args:
         group (D,): a number that equal documents share.
         lengths (D,): the lengths of the documents in ids.
-        plain (D,): the split that ignores copies. `plain` is returned if all equal documents already are together.
+        plain (D,): the split that ignores copies. `plain` is returned if all equal documents are already in the same split.
     """
     groups = int(group.max()) + 1
     in_val = np.bincount(group, plain, groups)

@@ -2,8 +2,8 @@ r"""Grammars constrain generated text with token masks, which the library llguid
 
 A Grammar defines which texts are allowed: JSON that fits a schema, or the texts of a Lark grammar or regular expression,
 optionally after thoughts or as a tool call. A Matcher follows one sequence and computes the allowed next tokens. An end-of-text
-token is allowed only where the text is complete. No other special token is allowed. Between two JSON tokens at most one line
-end and 32 spaces are allowed. So no sequence continues with white space forever, or contains a blank line, which ends a turn in
+token is allowed only where the text is complete. No other special token is allowed. Between two JSON tokens at most one newline
+and 32 spaces are allowed. So no sequence continues with white space forever, or contains a blank line, which ends a turn in
 some chat templates.
 
 Grammar.check rejects schemas with rules that llguidance cannot enforce, and names the place in the schema. Importing this
@@ -29,7 +29,7 @@ JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfn
 SPACE = 'SPACE: /[ \\n]/'                # may stand between a template's "Assistant:", or thoughts, and the answer
 REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
-TRIES = 500                              # most schemas checked to locate an error
+TRIES = 500                              # maximum schemas checked to locate an error
 PLACE_S = 1.0                            # CPU time limit for locating an error, in seconds
 # Allows JSON whose numbers are finite in float64. A number without an exponent has at most 308 digits before the point.
 FINITE_JSON = r"""start: value
@@ -134,7 +134,7 @@ class Grammar:
                        tuple(dict.fromkeys(self.rules + other.rules)))
 
     def after_space(self) -> "Grammar":
-        """Returns this grammar, in which a space or a line end may precede the text."""
+        """Returns this grammar, in which a space or a newline may precede the text."""
         return replace(self, start=f"SPACE? ({self.start})", rules=(*self.rules, SPACE))
 
     def after(self, text: str) -> "Grammar":

@@ -6,7 +6,7 @@ become further patterns, all of which a text must match.
 
 import re
 
-# ECMA 262 defines white space and line ends like this; Rust's crate regex differs
+# ECMA 262's definition of white space and line terminators, from which Rust's crate regex differs
 WHITE_SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
 NUL = r"\x00"                            # excluded in each [^...], or llguidance 1.9.1 lets [^"] match an escaped "
 ESCAPES = {r"\s": f"[{WHITE_SPACE}]", r"\S": f"[^{WHITE_SPACE}]", r"\<": "<", r"\>": ">"}         # in Rust, \< begins a word
@@ -25,8 +25,8 @@ ONLY_CLASS = re.compile(rf"\^?{BRACKETS}([*+])\$", re.DOTALL)
 def rust_patterns(pattern: str) -> list[str]:
     """Converts an ECMA 262 pattern to patterns of Rust's crate regex, all of which a text must match.
 
-    There is more than one pattern if `pattern` begins with lookaheads. The result may then match fewer texts, but it matches
-    the same texts of one line. A lookahead of any other kind remains in the result, and llguidance rejects it.
+    There is more than one pattern if `pattern` begins with lookaheads. The result then matches the same single-line texts, but
+    may match fewer others. A lookahead of any other kind remains in the result, and llguidance rejects it.
     """
     rest = pattern.removeprefix("^")
     conditions = []

@@ -20,7 +20,7 @@ ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then"
          "unevaluatedItems", "unevaluatedProperties")
 DEFINITIONS = ("$schema", "$defs", "definitions")        # keys of the root schema to which references in other schemas point
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-MAX_VALUES = 100_000                     # most JSON values in a schema
+MAX_VALUES = 100_000                     # maximum JSON values in a schema
 CONTROL = re.compile("[\x00-\x1f\x7f]")
 
 Schema = JsonMapping

@@ -57,7 +57,7 @@ class LowRank:
     """Computes n gates f(x A) B, with A (C,D) and B (D,C) for each gate, from inputs (n,B,C). The n outputs are (B,C).
 
     f changes the hidden layers (n,B,D) in place. All ranks are zero-padded to the largest rank, rounded up to whole vectors,
-    because PyTorch computes f of elements after the last whole vector by different code, which rounds differently.
+    because PyTorch has different code, which rounds differently, for the elements after the last whole vector.
     """
 
     def __init__(self, down: Sequence[Tensor], up: Sequence[Tensor]) -> None:

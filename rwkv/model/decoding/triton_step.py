@@ -206,7 +206,7 @@ class GpuStep:
         replay()
 
     def capture(self, bucket: int, prefill: bool = False) -> Callable[[], None]:
-        """Captures the graph of a bucket, for decoding or for prefill. Runs during the capture use only slot 0."""
+        """Captures the graph of a bucket, for decoding or for prefill. The runs during capture use only slot 0."""
         self._builder.slots.zero_()
         graphs = self._prompt_graphs if prefill else self._graphs
         graphs[bucket] = capture(lambda: self.run(bucket, prefill), self._device)

@@ -1,4 +1,4 @@
-"""Selection of a fused implementation of the operations between the matrix products: C on a CPU, Triton on a GPU.
+"""Selects a fused implementation of the operations between the matrix products: C on a CPU, Triton on a GPU.
 
     backend = backend_for(x, dtype=dtype)
     result = backend.mix(...) if backend else ...              # the formulas in PyTorch's operations

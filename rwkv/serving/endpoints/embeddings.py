@@ -24,8 +24,8 @@ from rwkv.serving.schema import Ignored, TokenId, read
 from rwkv.serving.service import Service, handle_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
-MOST_INPUTS = 2048                       # most inputs in one request, as in OpenAI's API
-AT_ONCE = 4                              # most inputs of one request that are in the engine together
+MOST_INPUTS = 2048                       # maximum inputs in one request, as in OpenAI's API
+AT_ONCE = 4                              # maximum inputs of one request in the engine at a time
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -35,9 +35,9 @@ SECONDS = 5.0                            # CPU time limit for compiling one gram
 BUSY = 1 if sys.platform == "win32" else 12              # elapsed time, in units of the CPU time limit, that ends a compilation
 START_S = 120.0                          # time limit for starting a process
 EXIT_S = 5.0                             # time in which a process that has closed its connection exits
-MEMORY = 512 * MIB                       # most memory for compiling, in addition to the process's memory at the start
-MAX_COMPILED = 64 * MIB                  # most memory for a compiled grammar in the engine's process
-MOST_WAITING = 256                       # most grammars in all queues
+MEMORY = 512 * MIB                       # maximum memory for compiling, in addition to the process's memory at the start
+MAX_COMPILED = 64 * MIB                  # maximum memory of a compiled grammar in the engine's process
+MOST_WAITING = 256                       # maximum grammars in all queues
 MAX_CACHED = 256                         # grammars whose result is cached
 N_WALKS = 12                             # random texts per grammar, to find prefixes that cannot be completed
 # Exit codes of a process that reached its time limit, and of one that something else killed. Windows has only the first case.
@@ -59,7 +59,7 @@ class Compilers:
         self._threads = ThreadPoolExecutor(PROCESSES)
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()     # by owner; the owner served last comes last
         self._running: dict[str, int] = {}               # the number of jobs by owner
-        self._reasons: OrderedDict[str, str] = OrderedDict()             # the reason against each grammar; "" if there is none
+        self._reasons: OrderedDict[str, str] = OrderedDict()             # why each grammar is refused; "" if it is accepted
 
     async def check(self, grammar: Grammar, owner: str) -> None:
         """Raises UserError if the grammar cannot be used, and ApiError 429 if too many grammars are queued."""

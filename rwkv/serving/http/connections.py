@@ -29,7 +29,7 @@ from rwkv.serving.log import say_refused
 # a client sends at the same moment, and the proxy answers 502.
 IDLE_S = 120
 UNREAD_S = 30                            # seconds after which a client that does not read its answer is disconnected
-MOST_HEADERS = 64 * 1024                 # most bytes in a request's first line and headers
+MOST_HEADERS = 64 * 1024                 # maximum bytes in a request's first line and headers
 REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # the request ids that a client may choose
 
 

@@ -1,4 +1,4 @@
-"""Checks of the headers Origin and Host, which protect a server without API keys from other sites' web pages.
+"""Checks the headers Origin and Host, to protect a server without API keys from other sites' web pages.
 
 A web page of any site can send requests to this machine. The header Origin names the site. The site's owner can also make the
 site's domain point to this machine (DNS rebinding), so that the browser lets the page read the answers. The header Host then

@@ -1,4 +1,4 @@
-"""The HTTP process's records of clients' saved states: owners, requests that may continue a state, and the prompts for these.
+"""Records clients' saved states in the HTTP process, decides which requests may continue a state, and renders their prompts.
 
 A conversation's state has read the turns so far, and a request that continues the state has only the later turns. Templates
 render the first turn of a conversation differently. So the template renders the new turns after a placeholder message, which

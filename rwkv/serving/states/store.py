@@ -27,7 +27,7 @@ from rwkv.serving.messages import FolderChanges, SavedState, Turn
 from rwkv.serving.states.folder_lock import STATE, files_in
 
 SERVER_KEY = "timemix-serve"             # the key of ServerMetadata in a file's metadata
-MAX_UNWRITTEN = 8                        # the most states that wait to be written
+MAX_UNWRITTEN = 8                        # maximum states that wait to be written
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -55,7 +55,7 @@ class StateGone(UserError):
 
 
 class StateStore:
-    """A store of saved states. folder.claim() must have been called before.
+    """A store of saved states. The folder must have been locked with folder_lock.claim().
 
     The attribute `initial` has the states that were in the folder at the start, including states of other models.
 

@@ -1,7 +1,7 @@
 """Trains one run of a sweep in a separate process: `python rwkv/training/sweep/child.py REASON_FILE OPTION ...`.
 
-This program runs train.py with the options. A first option --share=THREADS,GPU sets the number of threads and the GPU of the
-process. Either of the two may be empty. If an error ends the run, the program writes the error in one line to REASON_FILE, for
+This program runs train.py with the options. If the first option is --share=THREADS,GPU, it sets the process's number of threads
+and GPU, either of which may be empty. If an error ends the run, the program writes the error in one line to REASON_FILE, for
 the sweep's report. If the run has several processes, the first process that fails writes the error. Standard input is a pipe
 from the sweep. When the pipe is closed, the run saves and stops, so that no run outlives a killed sweep.
 
