@@ -2,9 +2,9 @@
 
     python -m benchmarks.tokenization [--text FILE] [--neox FILE.json] [--peers PYTHON] [--strings N] [--json FILE]
 
-First the ids of N random strings are compared. Then encoding and decoding
-of one text are timed alternately, and the table shows medians. The exit status is 1 if any ids differ. PyPI's `rwkv` runs in
-the environment of `make peers`. The last line of standard output is the result as JSON.
+First the ids of N random strings are compared. Then encoding and decoding of one text are timed alternately, and the table
+shows medians. The exit status is 1 if any ids differ. PyPI's `rwkv` runs in the environment of `make peers`. The last line of
+standard output is the result as JSON.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m benchmarks.versions OLD [--turns 3] PROGRAM [ARG ...]
 
 OLD is another checkout of this repository. PROGRAM is a program that both have, a script (train.py) or a module
-(benchmarks.training). Each turn runs the program in both versions, with the Python and the
-packages of this process. The order alternates, because a machine may slow down while it is warm.
+(benchmarks.training). Each turn runs the program in both versions, with the Python and the packages of this process. The order
+alternates, because a machine may slow down while it is warm.
 
 Prints, for this version and OLD, the medians of the elapsed seconds, of the CPU seconds, and of every number in the last line
 of the program if that line is JSON; and the median, least and greatest ratio of this version to OLD within a turn. The last

@@ -1,4 +1,4 @@
-"""This module parses command lines with `Parser`, which reports a usage error as one sentence, and with types for options.
+"""Parses command lines: `Parser` reports a usage error as one sentence, and types convert and check the texts of options.
 
 A type is a function that converts an option's text to a value. For an invalid text the type raises
 argparse.ArgumentTypeError, and argparse prints the error's message after the option's name.
@@ -62,7 +62,7 @@ def from_home(text: str) -> str:
 
 
 def path_of(name: str | Path) -> Path:
-    """Returns the path that from_home returns. Another call of path_of does not change it.
+    """Returns from_home(text) as a path. Applying path_of to the result again changes nothing.
 
     Path("./~/x") equals Path("~/x"), so a Path is in the folder ./~ if that exists, and otherwise in the home folder.
     """

@@ -1,1 +1,1 @@
-"""The parts of gpu_check. A file has the part of its name, or several that share code."""
+"""The parts of gpu_check. Each file has the part of that name, or several parts that share code."""

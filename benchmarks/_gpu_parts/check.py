@@ -1,4 +1,4 @@
-"""A part's results, device and deadline, and the time of a call."""
+"""Holds a part's results, device and deadline, and times calls."""
 
 import contextlib
 import gc

@@ -17,7 +17,7 @@ tensor. The table shows medians. An implementation whose estimated time or memor
 --only names it.
 
     GFLOP/s             timex: B*C*T*(T+1) operations per pass; wkv7: per step and element of the state 10 forward, 32 backward
-    x limit             time relative to a matrix product of as many operations
+    x limit             time relative to a matrix product with the same number of operations
     GB/s                the least possible traffic per second
     of copy, of read    GB/s relative to a copy, and to a read by all threads (the limit of matvec)
     extra MB            peak memory beyond inputs and outputs

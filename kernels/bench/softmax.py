@@ -7,7 +7,7 @@ from kernels import compare
 from kernels.bench.case import DISTINCT, BenchCase, Costs, Pass, costs, errors_of_repeated, repeat_channels
 from kernels.softmax import Softmax, cases
 
-FEW_COLUMNS = 64                         # with fewer, one y may be almost 1, and grad_x a difference of equal numbers
+FEW_COLUMNS = 64                         # with fewer columns one y may be almost 1, and grad_x a difference of close numbers
 
 
 class Case(BenchCase):

@@ -125,8 +125,8 @@ class BFloat16(Packed):
 class Rounding(NamedTuple):
     """The rounding of a row of x to integers of `bits` bits in int8 products.
 
-    The bits include a sign, unless x is never negative, as after a ReLU. Products of 7 bits saturate on no CPU, those of 8 bits
-    with a sign never in C, and others of 8 bits only on CPUs without VNNI.
+    The bits include a sign, unless x is never negative, as after a ReLU. Products of 7 bits never saturate. Products of 8 bits
+    with a sign never saturate in C, and other products of 8 bits saturate only on CPUs without VNNI.
     """
 
     bits: int = 7
@@ -340,7 +340,7 @@ KINDS = {name: kind for kind, name in enumerate(        # as in products.h; "bfl
 
 
 class MatVec(Operator):
-    """Multiplies x by a packed W by the named implementation: `MatVec("c_v0")(x, packed) -> y`.
+    """Multiplies x by a packed W with the named implementation: `MatVec("c_v0")(x, packed) -> y`.
 
     x (...,K) is floating-point, and y (...,N) has the dtype of x. There is no gradient. For weights that are used often, `bind`
     is faster. Raises ValueError for an unknown name, for an x that has the wrong shape or requires a gradient, and for a format

@@ -26,7 +26,7 @@ MAX_CODE = 63                            # the largest 6-bit number for a group'
 DAMPING = 0.01                           # this fraction of the diagonal's mean is added to M's diagonal: M may be singular
 ROWS = 2048                              # rows of W that are quantised at a time
 RANGES = (0.9, 0.93, 0.96, 0.98, 1.0, 1.02, 1.05, 1.08, 1.12)         # ranges tried, relative to that of a group
-REFINEMENTS = 3                          # times that least squares refine a block's two float16 numbers
+REFINEMENTS = 3                          # least-squares refinements of a block's two float16 numbers
 SMALLEST_HALF = 2.0**-24                 # the smallest positive float16
 SOLVABLE = 1e-6                          # smallest relative determinant for which least squares are numerically sound
 
