@@ -31,7 +31,7 @@ if hasattr(signal, "SIGHUP"):            # nohup ignores it, also in the process
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False
 
-# In deterministic mode, which poisoned_memory uses, cuBLAS fails without this variable, which it reads when it starts.
+# cuBLAS reads this variable when it starts, and fails without it in deterministic mode, which poisoned_memory uses.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
@@ -48,7 +48,7 @@ if importlib.util.find_spec("hypothesis"):               # hypothesis is often m
 
 
 CLONE_RUNS = Path(__file__).parent.parent / "runs"
-# Each of these files takes a quarter of a minute or about as much, whatever its number of tests
+# Each of these files takes about 15 seconds, whatever its number of tests
 LONGEST = ("kernels/test_conformance.py", "training/sharding/test_fsdp.py", "training/test_ddp.py", "generation/test_gpu.py",
            "checkpoint/test_kinds.py", "kernels/test_triton.py", "serving/test_limits.py", "kernels/test_cuda_wkv7.py",
            "training/tuning/test_tune.py", "training/run/test_resume.py", "model/fused/test_fused_triton.py",

@@ -1,6 +1,6 @@
 """Measures the GPU resources of the CUDA kernels with ptxas, without a GPU: registers, shared memory, spills.
 
-    PYTHONPATH=. python tests/cuda_resources.py > tests/cuda_resources.txt      # after a change that is meant to change them
+    PYTHONPATH=. python tests/cuda_resources.py > tests/cuda_resources.txt      # after an intended change of the numbers
 """
 
 import importlib
@@ -71,7 +71,7 @@ def read_table() -> tuple[str, dict[Kernel, Resources]]:
 
 
 def write_table() -> Iterator[str]:
-    yield "# What ptxas says of every CUDA kernel: test_cuda_compile.py compares it, cuda_resources.py wrote it."
+    yield "# The resources of every CUDA kernel by ptxas. cuda_resources.py writes this table, test_cuda_compile.py reads it."
     yield f"NVRTC {compiler_version()}"
     yield f"# {'kernel':14}{'arch':8}{'registers':>10}{'shared':>10}{'spilled':>10}   source and macros"
     for source in sources():

@@ -125,7 +125,7 @@ def _fork_the_engine() -> None:
 
 
 class _Engine(multiprocessing.context.ForkProcess):
-    """A forked process that has of its parent's files only its connection, standard output and pipes, like a spawned one."""
+    """A forked process that, like a spawned one, inherits only its connection, standard output and pipes."""
 
     def run(self) -> None:
         connection, *_ = self._args      # type: ignore[attr-defined]

@@ -118,7 +118,7 @@ def reset(connection: socket.socket) -> None:
 def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "it did not become true"
+        assert time.monotonic() < until, "the condition did not become true in time"
         time.sleep(0.05)
 
 

@@ -1,6 +1,6 @@
-"""Runs `make quick` and `make train` with Debian's Python 3.14, in a Debian system that debootstrap installs into a new folder,
-or into the folder of `make soak ARGS="--chroot FOLDER"`, which is reused the next time.
+"""Runs `make quick` and `make train` with Debian's Python 3.14, in a Debian system that debootstrap installs.
 
+The system's folder is temporary, or that of `make soak ARGS="--chroot FOLDER"`, which is reused the next time.
 Requires root on Linux, debootstrap, a Debian mirror, and the package index that this system's pip uses.
 """
 

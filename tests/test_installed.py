@@ -122,7 +122,7 @@ def test_an_installed_package_trains_sweeps_and_generates(timemix: Path, tmp_pat
 
 
 @pytest.mark.soak
-def test_a_user_s_mistake_is_one_sentence_when_installed(timemix: Path, tmp_path: Path) -> None:
+def test_a_user_s_mistake_is_reported_in_one_sentence_when_installed(timemix: Path, tmp_path: Path) -> None:
     for arguments in (("train", "optim.lrr=1"), ("train", "data=text"), ("generate", "checkpoint=nowhere")):
         result = run(timemix, tmp_path, *arguments)
         one_sentence((result.returncode, result.stdout, result.stderr))

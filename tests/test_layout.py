@@ -1,6 +1,4 @@
-"""Tests of the layout: allowed imports, no import cycles in a folder, no environment variables, no effects at import, the
-museum.
-"""
+"""Tests of the layout: imports, no cycles in a folder, no environment variables, no effects at import, the museum."""
 
 import ast
 import re
@@ -214,7 +212,7 @@ def test_no_other_code_loads_a_kernel_of_the_museum() -> None:
     assert {str(path): pairs for path, pairs in used.items() if pairs} == {}
 
 
-def test_no_circle_inside_a_folder() -> None:
+def test_no_import_cycle_inside_a_folder() -> None:
     """Checks for import cycles between the files and subfolders of a folder. Imports inside functions do not count."""
     for folder in {path.parent for path in PRODUCT} - {ROOT}:
         package, parts = module_of(folder), {}
@@ -295,7 +293,7 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
     [(["rwkv", "rwkv.cli", *(f"rwkv.programs.{name}" for name in ("train", "generate", "chat", "serve")), "kernels.registry"],
       ("torch", "numpy", "hydra", "omegaconf", "lightning", "wandb", "taichi"))],
 ], ids=["models", "tools", "programs"])
-def test_what_an_import_brings_with_it(steps: list[tuple[list[str], tuple[str, ...]]], tmp_path: Path) -> None:
+def test_modules_that_an_import_must_not_load(steps: list[tuple[list[str], tuple[str, ...]]], tmp_path: Path) -> None:
     """Each step imports modules into the same process, and names modules that must then be absent."""
     code = "\n".join(f"import sys, {', '.join(modules)}\nprint({set(absent)} & set(sys.modules))" for modules, absent in steps)
     result = fresh_python(code, tmp_path)

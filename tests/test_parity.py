@@ -1,7 +1,7 @@
-"""Compares the model, with every kernel, to RWKV in NumPy and float64, on checkpoints in which every parameter affects the
-output.
+"""Compares the model under every kernel with RWKV in NumPy and float64, on random checkpoints.
 
-`make parity` also compares it with PyPI's `rwkv` and transformers, which need a separate environment.
+Every parameter of these checkpoints affects the output. `make parity` also compares the model with PyPI's `rwkv` and
+transformers, which need a separate environment.
 """
 
 import math
@@ -59,7 +59,7 @@ def test_logits_state_and_continuation_are_those_of_float64(kernel: str, name: s
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_bound_means_something(name: str) -> None:
+def test_bounds_are_small_compared_with_the_values(name: str) -> None:
     """Checks that logits and states are of order 1 to 10, and that float64 evaluations agree far better than the bounds."""
     result = exact(CASES[name])
     assert all(0.3 < result[f"whole: {part}"].std() < 5 for part in ("logits", "att_x", "a/b", "p + log b", "ffn_x"))
@@ -98,7 +98,7 @@ def test_a_kind_of_tensor_with_channels_off_by_a_hundredth_shows() -> None:
 # The output of make parity
 
 
-def test_what_is_off_in_one_form_is_found() -> None:
+def test_an_error_in_one_form_is_found() -> None:
     good = exact(CASES["usual"])
     for name, values in good.items():
         off = values.copy()
@@ -164,7 +164,7 @@ def test_the_operators_in_the_authors_code_are_the_references() -> None:
         torch.testing.assert_close(*(torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (actual, expected)))
 
 
-def test_what_a_training_run_differs_in_shows() -> None:
+def test_differences_between_training_runs_show() -> None:
     expected = {"gradient: a": np.ones(3), "rate: a": np.ones(2), "rate: unused": np.ones(2)}
     assert training.apart({"rate: a": np.full(2, 1.5)}, expected, "rate: ") == 0.5
     assert training.apart({"rate: a": np.ones(2)}, expected, "rate: ") == 0

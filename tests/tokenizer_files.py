@@ -1,7 +1,4 @@
-"""Makes small JSON files of the library `tokenizers`, one of each common kind, with its special tokens.
-
-All of them know the letters a to h.
-"""
+"""Makes small JSON files of the library `tokenizers`, one of each common kind: its special tokens and the letters a to h."""
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers

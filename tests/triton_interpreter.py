@@ -39,10 +39,7 @@ def patch_language_once(patch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def modules_of(fn: Callable[..., Any]) -> tuple[bool, bool]:
-    """Returns whether the function sees the language as triton.language, and as triton.language.core.
-
-    Triton patches these modules.
-    """
+    """Returns whether the function's globals contain triton.language, and triton.language.core. Triton patches both modules."""
     values = fn.__globals__.values()
     return any(value is tl for value in values), any(value is tl.core for value in values)
 

@@ -1,6 +1,6 @@
 """Measures the GPU resources of WKV-7's triton_v1 without a GPU: registers, shared memory, spills, by head width and dtype.
 
-Writing the table takes minutes. Write the table again after a change that is meant to change the numbers:
+Writing the table takes minutes. Write the table again after an intended change of the numbers:
 
     PYTHONPATH=. python tests/triton_resources.py > tests/triton_resources.txt
 """
@@ -40,9 +40,7 @@ class Resources(NamedTuple):
 
 
 def measure(arch: int, heads: Sequence[str], cache: Path) -> dict[Kernel, Resources]:
-    """Returns the resources of each kernel for each of the heads, such as "64,bfloat16". `cache` is a folder for Triton's
-    files.
-    """
+    """Returns the resources of each kernel for each head, such as "64,bfloat16". `cache` is a folder for Triton's files."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     resources: dict[Kernel, Resources] = {}
     for head in heads:
@@ -71,7 +69,7 @@ def read_table() -> tuple[str, dict[Kernel, Resources]]:
 
 
 def write_table() -> Iterator[str]:
-    yield "# What kernels/wkv7/triton_v1.py takes: test_triton.py compares it, triton_resources.py wrote it."
+    yield "# The resources of kernels/wkv7/triton_v1.py. triton_resources.py writes this table, test_triton.py reads it."
     yield f"Triton {version()}"
     yield f"# {'kernel':18}{'arch':8}{'head':14}{'registers':>10}{'shared':>10}{'spilled':>10}{'warps':>7}"
     with tempfile.TemporaryDirectory() as cache:

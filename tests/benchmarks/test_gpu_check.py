@@ -74,7 +74,7 @@ def test_a_part_that_fails_shows_the_end_of_its_output(tmp_path: Path, capsys: p
     assert gpu_check.report(Rows(tmp_path)) == 1
 
 
-def test_a_part_without_its_packages_takes_no_time_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_without_its_packages_is_skipped_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_part(Part("train", 100, ("torch", "no_such_package")), [sys.executable, "-c", "print('well')"], tmp_path, "cpu", 60.0)
     assert Rows(tmp_path).read() == [{"part": "train", "status": "not started: not installed: no_such_package"}]
     assert "no_such_package" in capsys.readouterr().out
@@ -111,8 +111,8 @@ def test_several_calls_add_up(tmp_path: Path) -> None:
     assert gpu_check.report(rows) == 1
 
 
-def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_check.main([str(tmp_path / "out")]) == 2
     assert gpu_check.main([str(tmp_path / "out"), "--device", "cpu", "--only", "nonsense"]) == 2
@@ -120,7 +120,7 @@ def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "out").exists()
 
 
-def test_every_part_is_one_of_its_process_and_its_docstring() -> None:
+def test_every_part_is_defined_and_documented() -> None:
     names = [part.name for part in gpu_check.PARTS]
     assert names == [part.__name__ for part in PARTS]
     assert all(f"    {name} " in str(gpu_check.__doc__) or f" {name} " in str(gpu_check.__doc__) for name in names)
@@ -161,13 +161,13 @@ def test_measurements_on_a_cpu(tmp_path: Path) -> None:
     assert {"rwkv4", "rwkv7"} == {row["texts"] for row in lines if "texts" in row}
 
 
-def test_what_others_have_published_stands_beside_the_measurements(tmp_path: Path) -> None:
+def test_published_measurements_are_rows_too(tmp_path: Path) -> None:
     rows = Rows(tmp_path)
     peers(Check("peers", rows, "cpu", time.monotonic() + 60, tmp_path))
     assert any(row.get("published") for row in rows.read())
 
 
 @pytest.mark.soak
-def test_the_whole_of_it_on_a_cpu(tmp_path: Path) -> None:
+def test_all_parts_on_a_cpu(tmp_path: Path) -> None:
     assert gpu_check.main([str(tmp_path), "--device", "cpu"]) == 0
     assert len(list(tmp_path.iterdir())) <= 8

@@ -39,7 +39,7 @@ def test_passes_of_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"{n} tokens, ms" in row for row in rows for n in (1, 4, 5, 8))
 
 
-def test_a_draft_beside_none(pair: tuple[str, str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_passes_with_and_without_a_draft(pair: tuple[str, str, str], capsys: pytest.CaptureFixture[str]) -> None:
     text, model, draft = pair
     accepted = {}
     for name in ("ngram", draft):
@@ -52,7 +52,7 @@ def test_a_draft_beside_none(pair: tuple[str, str, str], capsys: pytest.CaptureF
     assert accepted[draft][0] < 0.5
 
 
-def test_a_draft_that_changed_a_text_would_fail(pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_changes_a_text_is_an_error(pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     def propose(self: NGram, row: Row, n: int) -> list[int]:
         row.sample.text += "changed"
         return []

@@ -12,7 +12,7 @@ TINY = (2, 64, 2, 16, 64)
 
 @pytest.mark.parametrize(("generation", "optim", "precision"), [
     ("rwkv4", "adamw", "32-true"), pytest.param("rwkv7", "normuon", "bf16-mixed", marks=pytest.mark.thorough)])
-def test_every_operation_is_of_a_part_and_a_kind(generation: str, optim: str, precision: str) -> None:
+def test_every_operation_has_a_part_and_a_kind(generation: str, optim: str, precision: str) -> None:
     profile = step_profile.measure(generation, optim, precision, TINY, steps=2)
     shares = profile["shares"]
     total = {kind: sum(shares[part][kind] for part in PARTS) for kind in KINDS}

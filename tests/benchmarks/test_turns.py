@@ -66,7 +66,7 @@ def test_the_error_of_a_program_that_fails_is_shown(main: list[str], other: list
     (generations, "--only shakespeare"), (generations, "--shakespeare missing.txt"), (generations, "--only foo"),
     (generations, "--seeds a"), (generations, "--nanogpt ."),
 ])
-def test_a_wrong_option_is_one_sentence(program: ModuleType, args: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_is_reported_in_one_sentence(program: ModuleType, args: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:
         program.main(args.split())
     assert status.value.code == 2
@@ -74,7 +74,7 @@ def test_a_wrong_option_is_one_sentence(program: ModuleType, args: str, capsys: 
 
 
 @pytest.mark.parametrize("content", [b"", b"caf\xe9"])
-def test_a_text_that_is_none_is_one_sentence(content: bytes, tmp_path: Path) -> None:
+def test_an_empty_or_binary_text_is_reported_in_one_sentence(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(content)
     with pytest.raises(UserError, match=r"^[^\n]*text [^\n]*$"):
         _main.read_text(tmp_path / "text")

@@ -45,14 +45,14 @@ def test_tools_calls_and_results_have_the_author_s_form() -> None:
         'User: Function output:\n{"sky":\n"rain"}\n\nAssistant:')
 
 
-def test_tools_are_a_system_prompt_where_there_is_none() -> None:
+def test_tools_become_the_system_prompt_if_there_is_none() -> None:
     text = chat_template("g1").render([QUESTION], tools=[WEATHER])
     assert text.startswith("System: Tools:\n[\n{")
     assert text.endswith("\n]\nReturn only a JSON function call.\n\nUser: Ys?\n\nAssistant:")
     assert chat_template("g1").render([QUESTION], tools=[]) == "User: Ys?\n\nAssistant:"
 
 
-def test_several_calls_are_a_list_after_what_was_said() -> None:
+def test_several_calls_are_a_list_after_the_text() -> None:
     calls = [call_of("weather", {"city": "Ålesund ☔"}), call_of("rain", None)]
     text = chat_template("g1").render([QUESTION, {"role": "assistant", "content": "Both.", "tool_calls": calls}], False)
     assert text.endswith('Assistant: Both.\n```json\n[{"name":"weather","arguments":{"city":"Ålesund ☔"}},{"name":"rain",'
@@ -87,7 +87,7 @@ def test_a_tool_that_is_no_function_is_named(tool: Any) -> None:
         chat_template("g1").render([QUESTION], tools=[WEATHER, tool])
 
 
-def test_world_has_no_form_and_names_the_template_that_has_one() -> None:
+def test_world_refuses_tools_and_names_a_template_that_supports_them() -> None:
     """World models were not trained on tool calls."""
     turns = [QUESTION, {"role": "assistant", "tool_calls": [call_of("rain", "{}")]}]
     for messages, tools, field in (([QUESTION], [WEATHER], "tools"), (turns, None, r"messages\[1\]\.tool_calls")):
@@ -157,7 +157,7 @@ UNENDED = {                              # no text can follow these formats
 @pytest.mark.parametrize("form", [*FORMS, *UNENDED])
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("Let me see.\n\n", ""), ("<think>\n[{\n</think>\n", ""),
                                                ("So: ", "\nOK?")])
-def test_every_form_is_a_call_with_prose_around_it(form: str, before: str, after: str) -> None:
+def test_a_call_in_every_format_is_found_between_texts(form: str, before: str, after: str) -> None:
     after = after if form in FORMS else ""
     written = before + {**FORMS, **UNENDED}[form] + after
     assert parse([written]) == (before.rstrip() + after.lstrip(), [ONE])
@@ -216,7 +216,7 @@ def test_arguments_in_a_string_are_text_that_can_be_sent() -> None:
 
 @pytest.mark.parametrize(("rest", "expected"), [
     ('weather","arguments":{"city":"Ys"}}', ("", [("weather", '{"city":"Ys"}')])), ('weath', ('```json\n{"name":"weath', []))])
-def test_the_beginning_of_a_call_that_a_model_was_given_belongs_to_it(rest: str, expected: Answer) -> None:
+def test_a_call_that_begins_in_the_prompt_is_parsed(rest: str, expected: Answer) -> None:
     start = CALL_START[0]
     parser = CallParser(FUNCTIONS, start)
     text, calls = parser.push(rest, last=True)
@@ -256,7 +256,7 @@ CALLS = st.lists(st.tuples(st.sampled_from(FUNCTIONS), st.dictionaries(KEYS, VAL
 
 @settings(max_examples=40, deadline=None)
 @given(PROSE, CALLS)
-def test_what_the_template_shows_of_calls_is_found_again(prose: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+def test_calls_that_the_template_renders_are_parsed_back(prose: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     message = {"role": "assistant", "content": prose}
     tool_calls = [call_of(name, json.dumps(arguments)) for name, arguments in calls]
     alone, with_calls = (chat_template("g1").render([each], False).removeprefix("Assistant:")

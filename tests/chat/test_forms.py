@@ -78,7 +78,7 @@ def test_ids_that_others_have_published() -> None:
 
 @pytest.mark.parametrize("template", ["world", "g1", "flower"])
 @pytest.mark.parametrize("text", ["a\r\n\r\nb", "\n\n a\n\n\n\nb \n", "a\nb", "\r\n", "a b", "a\n\r\n\nb"])
-def test_texts_are_cleaned_as_their_author_cleans_them(template: str, text: str) -> None:
+def test_texts_are_cleaned_as_in_the_documents(template: str, text: str) -> None:
     cleaned = re.sub(r"\n{2,}", "\n", text.replace("\r\n", "\n")).strip()
     for role in ("system", "user"):
         assert ids_of(template, [{"role": role, "content": text}]) == ids_of(template, [{"role": role, "content": cleaned}])
@@ -144,13 +144,13 @@ def test_hints_are_for_prompts_in_the_author_s_form(template: str) -> None:
     assert ids_of(other, [HI], False, "high") == WORLD.encode("<Hello world>")
 
 
-def test_thoughts_of_earlier_turns_are_the_template_s_own_affair() -> None:
+def test_a_template_decides_whether_earlier_reasoning_is_rendered() -> None:
     with_thoughts = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
     assert ids_of(with_thoughts, [THOUGHT]) == WORLD.encode("[A greeting.\nIn Chinese?|你好]")
     assert ids_of(CONVERTED, [HI, THOUGHT, HI]) == ids_of(CONVERTED, [HI, HELLO, HI])
 
 
-def test_what_a_template_cannot_ask_for_is_refused() -> None:
+def test_reasoning_that_a_template_cannot_request_is_refused() -> None:
     silent = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     always = silent + "<think>"
     for template, think in (("world", True), ("world", "fake"), (silent, True), (silent, "fake"), (always, "fake")):

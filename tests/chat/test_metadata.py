@@ -105,12 +105,12 @@ def test_ggufs_metadata_hold_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [*CONVERTERS, " "])
-def test_what_llama_cpps_converter_gives_every_model_is_no_choice(tmp_path: Path, template: str) -> None:
+def test_the_template_that_llama_cpp_gives_every_model_is_ignored(tmp_path: Path, template: str) -> None:
     assert default_template(gguf_file(tmp_path / "a.gguf", tokenizer__chat_template=template)).template == "world"
     assert default_template(gguf_file(tmp_path / "rwkv7-g1d.gguf", tokenizer__chat_template=template)).template == "g1"
 
 
-def test_the_name_in_the_file_counts_where_the_files_own_says_nothing(tmp_path: Path) -> None:
+def test_the_model_name_counts_if_the_file_name_says_nothing(tmp_path: Path) -> None:
     assert default_template(gguf_file(tmp_path / "model.gguf", general__name="Rwkv7 G1k 1.5b 20260930")).template == "g1"
     folder = directory(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"_name_or_path": "RWKV/RWKV7-G1k-1.5B/"}))
@@ -129,7 +129,7 @@ def test_the_world_vocabularys_end_in_a_template_is_that_token(tmp_path: Path) -
     assert ids == [0, *tokenizer.encode(f"<user>{end}\n<assistant>")]
 
 
-def test_sampling_counts_where_it_is_used(tmp_path: Path) -> None:
+def test_sampling_options_count_only_with_do_sample(tmp_path: Path) -> None:
     options = {"do_sample": True, "temperature": 0.8, "top_p": 0.5, "top_k": True, "eos_token_id": 0}
     folder = Path(directory(tmp_path / "model"))
     file = folder / "generation_config.json"
@@ -141,7 +141,7 @@ def test_sampling_counts_where_it_is_used(tmp_path: Path) -> None:
         assert (generation.file, generation.sampling) == (file, expected)
 
 
-def test_a_gguf_states_sampling_too(tmp_path: Path) -> None:
+def test_sampling_options_of_a_gguf(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "rwkv7")
     writer.add_float32("general.sampling.temp", 0.5)
     writer.add_int32("general.sampling.top_k", 40)
@@ -162,7 +162,7 @@ def test_penalties_stops_and_a_limit_count_without_do_sample(tmp_path: Path) -> 
     assert generation_in(folder) == Generation(file, penalties, False, ("\nUser:",), 300)
 
 
-def test_each_kind_of_answer_has_its_file_or_else_the_usual_one(tmp_path: Path) -> None:
+def test_each_kind_of_answer_has_its_own_file_or_the_default_one(tmp_path: Path) -> None:
     folder = Path(directory(tmp_path / "model"))
     for kind, temperature in (("", 0.1), ("fake_think_", 0.2), ("tools_", 0.3)):
         (folder / f"{kind}generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": temperature}))

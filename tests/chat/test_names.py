@@ -41,7 +41,7 @@ def test_a_link_is_what_it_points_to(tmp_path: Path) -> None:
     assert default_template(str(tmp_path / "latest.pth")).template == "g1"
 
 
-def test_what_is_asked_for_counts_first_then_what_a_run_has_learnt_then_its_base() -> None:
+def test_the_option_precedes_the_run_s_template_and_its_base() -> None:
     run = {"data": {"template": "chatml.jinja"}, "init_from": "rwkv7-g1k-0.1b.pth"}
     assert choose_template("flower", "last.ckpt", run).template == "flower"
     assert choose_template(None, "last.ckpt", run).template == "chatml.jinja"

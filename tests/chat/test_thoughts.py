@@ -1,6 +1,4 @@
-"""Tests of separating reasoning from the text after it, for any split of an answer into pieces, and of the fields that request
-it.
-"""
+"""Tests the separation of reasoning from the answer, for any split into pieces, and the fields that request reasoning."""
 
 import pytest
 from hypothesis import example, given
@@ -38,13 +36,13 @@ def parse(start: str, pieces: list[str]) -> tuple[str, str]:
     pairs = [parser.push(piece) for piece in pieces] + [parser.push("", last=True)]
     written = "".join(pieces)
     text = "".join(text for _, text in pairs)
-    assert written[parser.text_place:] == text, "its place is where it begins"
+    assert written[parser.text_place:] == text, "text_place must be where the text begins"
     assert parser.decided == len(written)
     return "".join(thoughts for thoughts, _ in pairs), text
 
 
 @pytest.mark.parametrize(("start", "written", "thoughts", "text"), ANSWERS)
-def test_thoughts_are_parted_from_the_text(start: str, written: str, thoughts: str, text: str) -> None:
+def test_reasoning_is_separated_from_the_text(start: str, written: str, thoughts: str, text: str) -> None:
     assert ThoughtParser(start).push(written, last=True) == (thoughts, text)
     assert parse(start, list(written)) == (thoughts, text)
     message = answer_message(start, written)
@@ -99,7 +97,7 @@ def test_the_beginning_of_thoughts_is_found_in_a_prompt(prompt: str, beginning: 
 @pytest.mark.parametrize(("start", "ended"), [
     ("<think", "<think>\n</think>\n"), ("<think>\n", "<think>\n\n</think>\n"), ("<think></think", "<think></think>\n"),
     ("<think>\n\n</think>", "<think>\n\n</think>\n")])
-def test_thoughts_are_ended_where_an_answer_is_to_begin_otherwise(start: str, ended: str) -> None:
+def test_the_end_of_reasoning_completes_its_beginning_in_a_prompt(start: str, ended: str) -> None:
     assert start + thoughts_end(start) == ended
     assert ThoughtParser(ended).push("{}", last=True) == ("", "{}")
 
@@ -111,5 +109,5 @@ def test_a_hint_stands_after_the_last_text_of_the_user() -> None:
         assert [message["content"] for message in with_hint(talk, effort)] == ["a", "b", f"c{hint}", "d"]
     assert with_hint(talk, None) == talk
     hinted = with_hint(talk, "low")
-    assert with_hint(hinted, "high") == hinted, "the user's own word counts"
+    assert with_hint(hinted, "high") == hinted, "the user's own hint must stay"
     assert with_hint([{"role": "assistant", "content": "b"}], "low") == [{"role": "assistant", "content": "b"}]

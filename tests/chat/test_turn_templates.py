@@ -289,7 +289,7 @@ def test_an_answer_that_is_not_learnt_is_context(name: str, chatml: str, fields:
     ({"role": "assistant", "weight": 0.5}, "weight"), ({"role": "assistant", "weight": 2}, "weight"),
     ({"role": "assistant", "loss": "no"}, "loss"), ({"role": "user", "train": True}, "train"),
     ({"role": "assistant", "train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, "train_detail")])
-def test_a_part_of_a_weight_or_of_an_answer_is_refused_by_name(message: dict[str, Any], field: str) -> None:
+def test_a_fractional_weight_or_a_partial_answer_is_refused_by_name(message: dict[str, Any], field: str) -> None:
     with pytest.raises(UserError, match=rf"messages\[0\]\.{field}"):
         is_learnt(message, "messages[0]")
     assert chat_template("world").render([{"content": "a", **message}])              # rendering ignores these fields
@@ -348,10 +348,10 @@ def test_what_is_learnt_of_a_conversation_with_and_without_thoughts() -> None:
     whole = "".join(text for text, _ in chat_template("g1").for_learning("fake").parts(earlier))
     assert whole.startswith(chat_template("g1").render(earlier[:3], think="fake"))
     definitions = {chat_template("g1").for_learning(think).definition for think in (False, True, "fake")}
-    assert len(definitions) == 3, "tokens made for one are not used for another"
+    assert len(definitions) == 3, "tokens made for one setting must not be used for another"
 
 
-def test_a_template_without_thoughts_is_none_for_learning_them() -> None:
+def test_a_template_without_reasoning_cannot_train_it() -> None:
     with pytest.raises(UserError):
         chat_template("world").for_learning(True)
     with pytest.raises(UserError):

@@ -180,7 +180,8 @@ def test_a_line_names_the_text_and_the_formats(tmp_path: Path, text: Path, capsy
 
 
 @in_c
-def test_int4_and_auto_are_its_blocks_and_a_line_says_so(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_and_auto_load_the_calibrated_blocks_and_a_line_says_so(tmp_path: Path, text: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     _, path = write_model(tmp_path)
     target = write_calibrated(path, text)
     for dtype in ("int4", "auto", "blocks", None):
@@ -214,8 +215,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_one_sentence_before_the_work(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str],
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_reported_in_one_sentence_before_the_work(tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str],
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     _, path = write_model(tmp_path)
     make, options, part = WRONG[case]
     text, target = tmp_path / "text.txt", tmp_path / "out.safetensors"
@@ -286,7 +287,7 @@ DAMAGE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("int4", marks=in_c), "float32"])
-def test_damage_is_one_sentence(tmp_path: Path, text: Path, dtype: str) -> None:
+def test_damage_is_reported_in_one_sentence(tmp_path: Path, text: Path, dtype: str) -> None:
     for sizes in (NARROW, WIDE):
         _, path = write_model(tmp_path, **sizes)
         target = write_calibrated(path, text)
@@ -315,7 +316,7 @@ def test_a_file_without_our_entry_is_read(tmp_path: Path, text: Path) -> None:
     assert torch.equal(model(tokens(model))[0], expected(tokens(model))[0])
 
 
-def test_uncalibrated_int4_is_what_it_was(tmp_path: Path) -> None:
+def test_uncalibrated_int4_is_unchanged(tmp_path: Path) -> None:
     model, path = write_model(tmp_path, **WIDE)
     plain = tmp_path / "int4.safetensors"
     convert.convert(path, plain, "int4")

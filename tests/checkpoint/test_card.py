@@ -51,7 +51,7 @@ def test_a_converted_directory_has_a_card(base: RWKV, layout: str) -> None:
     assert "`again`" in Path("out dir/README.md").read_text()
 
 
-def test_no_licence_is_made_up_and_none_of_files_far_away(base: RWKV, tmp_path: Path) -> None:
+def test_no_licence_is_invented_or_taken_from_other_folders(base: RWKV, tmp_path: Path) -> None:
     (tmp_path.parent / "README.md").write_text(LICENSED)
     for content in (None, "# no front matter", "---\n: [\n---\n", "---\n- a\n---\n", "---\nlicense: 3\n---\n"):
         if content:
@@ -80,7 +80,7 @@ def test_a_card_by_hand_is_not_replaced(base: RWKV) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "it's", 'x"y', "$HOME", "plain", "ü"])
-def test_the_lines_that_load_a_model_name_it_whatever_its_name(name: str) -> None:
+def test_a_name_is_quoted_in_the_lines_that_load_the_model(name: str) -> None:
     command, code = card.loading_commands(name)
     assert shlex.split(command) == ["timemix", "generate", f"checkpoint={name}", "prompt=..."]
     (call,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
@@ -88,7 +88,7 @@ def test_the_lines_that_load_a_model_name_it_whatever_its_name(name: str) -> Non
 
 
 @pytest.mark.programs
-def test_a_run_says_what_it_was(base: RWKV, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_card_of_a_run(base: RWKV, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The card lists the commands of the run and its continuation. A directory converted from the run repeats the facts."""
     Path("text.txt").write_text(TEXT)
     Path("README.md").write_text(LICENSED)

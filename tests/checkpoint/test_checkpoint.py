@@ -141,7 +141,7 @@ def test_a_run_directory_means_its_last_checkpoint(model: RWKV, tmp_path: Path) 
     last = tmp_path / "runs" / "one" / "checkpoints" / "last.ckpt"
     model.save_pretrained(last)
     assert locate(tmp_path / "runs" / "one") == last
-    (tmp_path / "runs" / "latest").write_text("one\n")       # a text file replaces the link where links need rights
+    (tmp_path / "runs" / "latest").write_text("one\n")       # a text file replaces the link where links require privileges
     assert locate(tmp_path / "runs" / "latest") == last
     (tmp_path / "runs" / "latest").unlink()
     (tmp_path / "runs" / "latest").symlink_to("one", target_is_directory=True)
@@ -201,7 +201,7 @@ def test_a_file_called_latest_that_contains_no_path_is_itself_the_checkpoint(tmp
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer_config.json"])
 def test_a_link_to_a_missing_file_is_named(model: RWKV, tmp_path: Path, file: str) -> None:
-    """As in a copy of the Hub's cache without its blobs."""
+    """A copy of the Hub's cache without its blobs contains such links."""
     folder = tmp_path / "org" / "repository"
     model.save_pretrained(folder)
     (folder / ".#config.json").symlink_to("editor@host")         # an editor's lock

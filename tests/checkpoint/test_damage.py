@@ -46,7 +46,7 @@ def cut_out(path: Path, chance: random.Random) -> None:
 
 
 def zero(path: Path, chance: random.Random) -> None:
-    """Sets a block of the bytes to zero, like a disk that lost it."""
+    """Sets a block of the bytes to zero, as if the disk had lost the block."""
     content = path.read_bytes()
     start = chance.randrange(len(content))
     length = min(len(content) - start, chance.choice([8, 512, 4096]))
@@ -75,7 +75,7 @@ TENSORS: tuple[Callable[[Checkpoint, random.Random], None], ...] = (swap, change
 
 
 SIZES = {"rwkv4": {"n_layer": 2, "n_embd": 4, "n_att": 6}, "rwkv7": {"n_layer": 2, "n_embd": 4, "head_size": 2}}
-HEAD = {"n_embd": 64, "n_ffn": 4, "head_size": 64}           # the least that a Hugging Face directory of RWKV-7 accepts
+HEAD = {"n_embd": 64, "n_ffn": 4, "head_size": 64}           # the smallest that Hugging Face directories of RWKV-7 can have
 
 
 BPE = JsonTokenizer.train([], 257)

@@ -281,8 +281,8 @@ def test_miss_of_rwkv_peft(folder: Path, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(("name", "shape", "word"), [
     ("blocks.0.att.key.lora_M", (1, C), "lora_M"), ("blocks.0.att.time_state", (2, 64, 64), "state="),
     ("blocks.0.att.key.lora_A", (0,), "zero_to_fp32")])
-def test_what_else_is_in_a_file_of_rwkv_peft_is_named(folder: Path, tmp_path: Path, name: str, shape: tuple[int, ...],
-                                                      word: str) -> None:
+def test_other_tensors_in_a_file_of_rwkv_peft_are_named(folder: Path, tmp_path: Path, name: str, shape: tuple[int, ...],
+                                                        word: str) -> None:
     parts = {"blocks.0.att.key.lora_A": random(R, C), "blocks.0.att.key.lora_B": random(C, R), name: random(*shape)}
     torch.save(parts, tmp_path / "rwkv-0.pth")
     with pytest.raises(CheckpointError, match=word) as error:
@@ -340,7 +340,7 @@ def test_half_an_adapter_and_a_damaged_description_are_refused(folder: Path, tmp
         with_adapter(base, adapter)
 
 
-def test_what_is_no_adapter_is_called_what_it_is(folder: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_adapter_is_identified(folder: Path, tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     empty, cloned = write_peft(tmp_path / "empty", {}), write_peft(tmp_path / "cloned", {})
     (cloned / "adapter_model.safetensors").write_text(pointer)

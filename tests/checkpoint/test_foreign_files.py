@@ -134,7 +134,7 @@ def test_float64_is_read_in_float32(model: RWKV, tmp_path: Path, format: str) ->
     (b"Entry not found, and more of such text\n", "text"), (b'{"error": "Repository not found"}', "text"),
     (b"\x1f\x8b\x08" + bytes(20), "gzip"), (b"7z\xbc\xaf\x27\x1c" + bytes(20), "7z")])
 @pytest.mark.parametrize("name", ["model.pth", "model.safetensors", "model.gguf", "model.ckpt", "model.bin"])
-def test_what_stands_for_a_file_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+def test_a_placeholder_for_a_file_is_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
     (tmp_path / name).write_bytes(content)
     refuses_undamaged(tmp_path / name, words)
 
@@ -328,14 +328,14 @@ def test_shards_without_their_index_or_config_say_so(model: RWKV, tmp_path: Path
 
 
 def test_the_models_in_the_folders_of_a_folder_are_named(model: RWKV, tmp_path: Path) -> None:
-    """A trainer of transformers writes checkpoint-1, checkpoint-2 and so on."""
+    """transformers' Trainer writes checkpoint-1, checkpoint-2 and so on."""
     for number in (1, 2):
         save_directory(model, tmp_path / "out" / f"checkpoint-{number}")
     refuses_undamaged(tmp_path / "out", "checkpoint-2")
 
 
 def test_the_state_of_a_trainer_is_no_second_file_with_weights(model: RWKV, tmp_path: Path) -> None:
-    """A trainer of transformers writes no config.json for a model that is none of transformers'."""
+    """transformers' Trainer writes no config.json for a model class that transformers lacks."""
     model.save_pretrained(tmp_path / "model.safetensors")
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth", "training_args.bin"):
         torch.save({"state": {}}, tmp_path / name)
@@ -403,7 +403,7 @@ def test_the_adapter_of_a_run_names_the_run(tmp_path: Path) -> None:
     refuses_undamaged(adapter, "LoRA adapter", str(tmp_path / "run"))
 
 
-def test_a_folder_with_one_file_is_that_file_and_with_two_neither(model: RWKV, tmp_path: Path) -> None:
+def test_a_folder_with_one_checkpoint_is_read_and_with_two_is_ambiguous(model: RWKV, tmp_path: Path) -> None:
     folder = tmp_path / "downloads"
     folder.mkdir()
     refuses(folder, "no checkpoint")

@@ -91,7 +91,7 @@ def test_from_every_format_to_every_format_to_the_bit(models: dict[str, RWKV], t
 
 
 def same_stored_tensor(format: str, name: str, one: Tensor, other: Tensor) -> bool:
-    """Returns True if two tensors are bit-identical, but for vectors in float32 (ggmf, GGUF) and rounded decays (ggmf)."""
+    """Returns True if two tensors are bit-identical, except vectors in float32 (ggmf, GGUF) and rounded decays (ggmf)."""
     if format == "ggmf" and name.endswith("time_decay"):
         return torch.equal(ggmf.stored_decay(one.float()), ggmf.stored_decay(other.float()))
     widened = format in ("ggmf", "gguf") and other.dtype == torch.float32
@@ -112,7 +112,7 @@ def test_a_loaded_model_computes_the_same(models: dict[str, RWKV], tmp_path: Pat
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("abü"), JsonTokenizer.train(["some text"] * 9, 280)])
 @pytest.mark.parametrize("name", [NAMES["ckpt"], NAMES["safetensors"], NAMES["huggingface"]])
-def test_tokenizer_and_configuration_travel(tmp_path: Path, tokenizer: Any, name: str) -> None:
+def test_tokenizer_and_configuration_survive_a_conversion(tmp_path: Path, tokenizer: Any, name: str) -> None:
     model = small_model("reference", tokenizer.vocab_size)
     model.save_pretrained(tmp_path / name, tokenizer)
     checkpoint = read_checkpoint(tmp_path / name)
@@ -121,7 +121,7 @@ def test_tokenizer_and_configuration_travel(tmp_path: Path, tokenizer: Any, name
 
 
 @pytest.mark.parametrize("targets", [("out",), ("out.gguf",), ("out.gguf", "out"), ("model",)], ids="-".join)
-def test_the_chat_template_and_the_sampling_options_travel(tmp_path: Path, targets: tuple[str, ...]) -> None:
+def test_the_chat_template_and_the_sampling_options_survive_a_conversion(tmp_path: Path, targets: tuple[str, ...]) -> None:
     """The last target replaces the source itself."""
     source = tmp_path / "model"
     small_model(generation="rwkv7", vocab_size=300, **SIZES["rwkv7"]).save_pretrained(source)
@@ -147,7 +147,7 @@ def test_the_chat_template_and_the_sampling_options_travel(tmp_path: Path, targe
 
 
 @pytest.mark.parametrize("trainable", [False, True])
-def test_a_loaded_and_saved_model_keeps_them_too(tmp_path: Path, trainable: bool) -> None:
+def test_a_loaded_and_saved_model_keeps_its_chat_template_and_sampling_options(tmp_path: Path, trainable: bool) -> None:
     model = small_model(generation="rwkv7", vocab_size=300, **SIZES["rwkv7"])
     source = tmp_path / "RWKV7-G1d-20260129"
     model.save_pretrained(source)
@@ -277,7 +277,7 @@ def test_a_folder_of_other_files_is_refused_for_its_own_files_before_those_of_it
 
 
 def test_edits_of_the_tokenizer_in_a_written_directory_are_read(tmp_path: Path) -> None:
-    """The weights' file has the tokenizer, too, and is read where nobody has edited the directory's files."""
+    """The tokenizer in the file of weights is used only if nobody has edited the tokenizer's own files."""
     folder = tmp_path / "model"
     tokenizer = JsonTokenizer(sentencepiece_bpe(), end_of_text="</s>")
     small_model("reference", tokenizer.vocab_size + 1).save_pretrained(folder, tokenizer)
@@ -510,7 +510,7 @@ def test_other_versions_and_extensions_are_refused_by_name(models: dict[str, RWK
     refuses(tmp_path / "other.pth", version, "RWKV-4 and RWKV-7")
 
 
-def test_rwkv3_is_told_by_the_shape_of_time_first(model: RWKV, tmp_path: Path) -> None:
+def test_rwkv3_is_recognised_by_the_shape_of_time_first(model: RWKV, tmp_path: Path) -> None:
     weights = {name: tensor[:, None] if name.endswith(("time_first", "time_decay")) else tensor
                for name, tensor in model.state_dict().items()}
     torch.save(weights, tmp_path / "three.pth")
@@ -541,7 +541,7 @@ def test_what_float16_cannot_hold_is_refused_and_leaves_nothing(model: RWKV, tmp
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_a_dtype_that_is_no_weights_is_named(model: RWKV, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_dtype_unsuitable_for_weights_is_named(model: RWKV, tmp_path: Path, dtype: torch.dtype) -> None:
     for save, name in ((torch.save, "model.pth"), (save_file, "model.safetensors")):
         save(dict(model.state_dict()) | {"head.weight": torch.zeros(50, 16, dtype=dtype)}, tmp_path / name)
         refuses(tmp_path / name, "head.weight")
@@ -569,8 +569,7 @@ def disk_full() -> Tensor:
 
 @pytest.mark.thorough
 @each_held
-def test_what_is_there_is_replaced_even_by_itself(models: dict[str, RWKV], tmp_path: Path, generation: str,
-                                                  format: str) -> None:
+def test_a_checkpoint_is_replaced_even_by_itself(models: dict[str, RWKV], tmp_path: Path, generation: str, format: str) -> None:
     model, name = models[generation], NAMES[format]
     model.save_pretrained(tmp_path / name)
     write_checkpoint(read_checkpoint(tmp_path / name), tmp_path / name)
@@ -580,7 +579,7 @@ def test_what_is_there_is_replaced_even_by_itself(models: dict[str, RWKV], tmp_p
     assert read_checkpoint(tmp_path / name).vocab_size == 60
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+@pytest.mark.skipif(sys.platform == "win32", reason="links require privileges there")
 @pytest.mark.parametrize(("generation", "format"), [("rwkv4", "pth"), ("rwkv4", "huggingface"), ("rwkv7", "gguf")])
 def test_a_link_stays_a_link(models: dict[str, RWKV], tmp_path: Path, generation: str, format: str) -> None:
     model, name = models[generation], NAMES[format]

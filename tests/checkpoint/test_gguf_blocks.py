@@ -118,7 +118,7 @@ def test_a_model_in_blocks_is_the_model_of_its_file(mixed: Path) -> None:
         models[0].save_pretrained(mixed.with_name("again.gguf"))
 
 
-def test_auto_is_blocks_where_the_file_has_them(plain: Path, mixed: Path, tmp_path: Path) -> None:
+def test_auto_uses_the_blocks_of_a_file(plain: Path, mixed: Path, tmp_path: Path) -> None:
     def dtype_and_lines(path: Path, dtype: str | None = None) -> tuple[str, list[str]]:
         checkpoint = open_checkpoint(SavedModelConfig(checkpoint=str(path), tokenizer="byte", device="cpu", dtype=dtype))
         return checkpoint.dtype, [text for label, text in checkpoint.lines() if label == "dtype"]
@@ -138,7 +138,7 @@ def test_auto_is_blocks_where_the_file_has_them(plain: Path, mixed: Path, tmp_pa
         dtype_and_lines(others, "blocks")
 
 
-def test_blocks_without_a_product_for_them_are_dequantised(plain: Path, tmp_path: Path) -> None:
+def test_blocks_without_a_kernel_are_dequantised(plain: Path, tmp_path: Path) -> None:
     """Q4_K matrices stay blocks beside IQ4_XS matrices, which become nn.Linear."""
     path = rewritten(plain, tmp_path / "model.gguf", ("Q4_K", "IQ4_XS"))
     model = RWKV.from_pretrained(path, "reference", dtype="auto")

@@ -131,8 +131,8 @@ def test_what_a_block_cannot_hold_is_refused(tmp_path: Path, dtype: str) -> None
 
 @pytest.mark.parametrize(("kind", "dtype", "least", "most"), [("Q4_K", "int4", 0.003, 0.1), ("Q6_K", "int4", 0.03, 0.1),
                                                              ("Q4_K", "int8", 0.003, 0.01)])
-def test_the_error_of_a_second_rounding_is_measured_and_said(plain: Path, tmp_path: Path, kind: str, dtype: str, least: float,
-                                                             most: float) -> None:
+def test_the_error_of_a_second_rounding_is_measured_and_reported(plain: Path, tmp_path: Path, kind: str, dtype: str,
+                                                                 least: float, most: float) -> None:
     file = rewritten(plain, tmp_path / "model.gguf", kind)
     (line,) = requantisation_lines(read_checkpoint(file), dtype)
     assert kind in line
@@ -147,6 +147,6 @@ def test_the_state_dict_of_a_model_in_its_blocks_can_be_saved(plain: Path, tmp_p
     assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
 
 
-def test_files_in_numbers_are_rounded_once(plain: Path, tmp_path: Path) -> None:
+def test_files_of_floats_are_rounded_once(plain: Path, tmp_path: Path) -> None:
     assert requantisation_lines(read_checkpoint(plain), "int4") == []
     assert requantisation_lines(read_checkpoint(rewritten(plain, tmp_path / "model.gguf", "Q4_K")), "bfloat16") == []

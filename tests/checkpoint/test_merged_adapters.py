@@ -110,8 +110,8 @@ def test_a_converted_run_has_what_was_trained(folder: Path, tmp_path: Path, targ
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.9), ("float16", 0.99), ("q8_0", 0.1), ("int4", 0.1)])
-def test_a_conversion_that_rounds_says_what_is_left(folder: Path, tmp_path: Path, dtype: str, most: float,
-                                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_conversion_that_rounds_reports_how_much_is_kept(folder: Path, tmp_path: Path, dtype: str, most: float,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / ("out.gguf" if dtype[0] == "q" else "out.safetensors")
     convert.convert(folder / "bfloat16", target, dtype)
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "survives" in line)
@@ -127,7 +127,7 @@ def test_a_conversion_that_rounds_says_what_is_left(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
-def test_a_model_in_a_dtype_that_rounds_says_what_is_left(folder: Path, dtype: str) -> None:
+def test_a_model_in_a_dtype_that_rounds_reports_how_much_is_kept(folder: Path, dtype: str) -> None:
     checkpoint = read_checkpoint(folder / "bfloat16")
     (line,) = adapter_rounding_lines(checkpoint, dtype)
     assert f"{surviving_fraction(checkpoint.weights.stored, checkpoint.unadapted, dtype):.0%}" in line
@@ -135,7 +135,7 @@ def test_a_model_in_a_dtype_that_rounds_says_what_is_left(folder: Path, dtype: s
         RWKV.from_pretrained(folder / "bfloat16", dtype=dtype)
 
 
-def test_where_nothing_is_lost_nothing_is_said(folder: Path, tmp_path: Path) -> None:
+def test_nothing_is_reported_if_nothing_is_lost(folder: Path, tmp_path: Path) -> None:
     base = folder / "bfloat16.safetensors"
     write_run(tmp_path / "nothing", base, "lora", adapters(base, 0.0))
     write_run(tmp_path / "much", base, "lora", adapters(base, 30.0))
@@ -147,7 +147,7 @@ def test_where_nothing_is_lost_nothing_is_said(folder: Path, tmp_path: Path) -> 
         RWKV.from_pretrained(folder / "bfloat16")
 
 
-def test_adapters_on_adapters_are_all_there(folder: Path, tmp_path: Path) -> None:
+def test_adapters_on_adapters_are_all_merged(folder: Path, tmp_path: Path) -> None:
     """The weights contain the changes of both runs, and the surviving fraction counts both."""
     base = folder / "bfloat16.safetensors"
     first, second = adapters(base, 1e-4), adapters(base, 1e-6, seed=2)

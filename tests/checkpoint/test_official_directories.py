@@ -85,7 +85,7 @@ def test_transformers_layout_is_read(tmp_path: Path, head_size: int) -> None:
 
 
 def test_one_of_two_weight_files_is_read_with_the_configuration(tmp_path: Path) -> None:
-    """Both files state neither the epsilon, nor the tokenizer, nor the chat template."""
+    """Neither file states the epsilon, the tokenizer or the chat template."""
     folder = tmp_path / "model"
     one = write_official(folder, model_of(128))
     other = {name: tensor * 1.25 if name.endswith("ln_x.bias") else tensor for name, tensor in one.items()}
@@ -133,7 +133,7 @@ def test_a_written_directory_computes_the_same_elsewhere(tmp_path: Path, head_si
 
 @pytest.mark.parametrize("head_size", [128, ONE_HEAD])
 @pytest.mark.parametrize("format", NAMES)
-def test_wider_heads_travel_in_every_format(tmp_path: Path, head_size: int, format: str) -> None:
+def test_wider_heads_are_stored_in_every_format(tmp_path: Path, head_size: int, format: str) -> None:
     model = model_of(head_size, vocab_size=40)
     model.save_pretrained(tmp_path / NAMES[format])
     ids = tokens(model, B=1, T=16)
@@ -189,7 +189,7 @@ def test_transformers_rwkvs_layout_is_read_and_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("config", "word"), [
     ({"hidden_act": "gelu"}, "hidden_act"), ({"architecture_version": "rwkv6"}, "RWKV-6"),
     ({"embedding_layer_norm_fused": True}, "ln0"), ({"head_size": 32}, "head_size")])
-def test_what_transformers_rwkvs_form_may_not_say(tmp_path: Path, config: dict[str, Any], word: str) -> None:
+def test_what_the_layout_of_transformers_rwkv_cannot_express(tmp_path: Path, config: dict[str, Any], word: str) -> None:
     write_transformers_rwkv(tmp_path / "model", model_of(), **config)
     refuses(tmp_path / "model", word)
 
@@ -310,7 +310,7 @@ LISTED: dict[int, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", [None, "official", "transformers-rwkv", "model.gguf"])
 def test_special_tokens_beside_the_world_vocabulary(tmp_path: Path, layout: str | None) -> None:
-    """They travel with the model. Only templates write them, and the others that cannot be added are named."""
+    """Special tokens are saved with the model, only templates write them, and those that cannot be added are named."""
     model = model_of()
     model.save_pretrained(tmp_path / "world", WORLD)
     folder = tmp_path / "model"

@@ -67,7 +67,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
         yield running
 
 
-def test_from_one_command_and_one_name_to_an_answer(server: HubServer, tmp_path: Path) -> None:
+def test_one_command_with_a_name_on_the_hub_gives_an_answer(server: HubServer, tmp_path: Path) -> None:
     """The last command runs offline. Names and files of a directory on the Hub have the same effect as on disk."""
     options = ("max_new_tokens=3", "kernel=reference")
     variables = environment(server.endpoint, tmp_path)
@@ -113,7 +113,8 @@ def test_a_run_that_begins_with_a_name_names_its_commit(server: HubServer, tmp_p
 
 @pytest.mark.parametrize(("name", "message"), [("org/g1/rwkv7-g1-tny.safetensors", MODEL), ("org/g2", "no repository org/g2"),
                                                ("models/rwkv7.pth", "no checkpoint at models/rwkv7.pth")])
-def test_a_wrong_name_is_one_sentence_before_torch(server: HubServer, tmp_path: Path, name: str, message: str) -> None:
+def test_a_wrong_name_is_reported_in_one_sentence_before_torch(server: HubServer, tmp_path: Path, name: str,
+                                                               message: str) -> None:
     variables = environment(server.endpoint, tmp_path)
     process = timemix("generate", f"checkpoint={name}", "prompt=a", variables=variables, folder=tmp_path)
     assert (process.returncode, process.stdout) == (2, "")

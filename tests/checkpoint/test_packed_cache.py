@@ -143,7 +143,7 @@ def test_a_start_without_the_cache_says_how_to_pack_once(model_file: Path) -> No
     assert not any("cache_packed" in line for _, line in start_program(model_file, "bfloat16", cached=False).lines())
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(model_file: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_in_one_sentence(model_file: Path) -> None:
     packed_cache.folder().write_text("a file")
     with pytest.raises(UserError, match="cache_packed=true cannot write"):
         start_program(model_file).model()

@@ -58,7 +58,7 @@ def round_weight(weight: Tensor, dtype: str) -> Tensor:
 @each_dtype
 @each_generation
 @torch.no_grad()
-def test_it_is_the_model_that_is_rounded_when_loaded(tmp_path: Path, generation: str, dtype: str) -> None:
+def test_a_packed_file_equals_rounding_when_the_model_is_loaded(tmp_path: Path, generation: str, dtype: str) -> None:
     for widths in (WIDTHS, WIDE):
         model, path = write_packed(tmp_path, generation, dtype, **widths)
         loaded = RWKV.from_pretrained(path, "reference", dtype=dtype)
@@ -118,7 +118,7 @@ def test_other_dtypes_have_the_rounded_weights(tmp_path: Path, generation: str, 
 
 @each_dtype
 @each_generation
-def test_it_is_small_and_is_written_again_to_the_bit(tmp_path: Path, generation: str, dtype: str) -> None:
+def test_a_packed_file_is_small_and_is_written_again_to_the_bit(tmp_path: Path, generation: str, dtype: str) -> None:
     model, path = write_packed(tmp_path, generation, dtype)
     again = tmp_path / "again.safetensors"
     write_checkpoint(read_checkpoint(path), again)
@@ -140,8 +140,8 @@ def test_convert_writes_and_reads_it(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [("int8", "int4"), ("int4", "int8")])
-def test_a_second_rounding_is_said_and_the_first_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str,
-                                                        target: str) -> None:
+def test_a_second_rounding_is_reported_but_not_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str,
+                                                         target: str) -> None:
     model, path = write_packed(tmp_path, "rwkv7", source)
     model.save_pretrained(tmp_path / "exact.safetensors")
     out = str(tmp_path / "out.safetensors")
@@ -345,7 +345,7 @@ DAMAGE: dict[str, Callable[[dict[str, Tensor]], object]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize(("dtype", "damage"), [*product(ROUND, sorted(DAMAGE.keys() - {"no shift"})), ("int4", "no shift")])
 @pytest.mark.parametrize("loaded_in", ["packed", "float32"])
-def test_damage_is_one_sentence(tmp_path: Path, damage: str, loaded_in: str, dtype: str) -> None:
+def test_damage_is_reported_in_one_sentence(tmp_path: Path, damage: str, loaded_in: str, dtype: str) -> None:
     for widths in (WIDTHS, WIDE):
         _, path = write_packed(tmp_path, "rwkv4", dtype, **widths)
         tensors = load_file(path)

@@ -326,9 +326,9 @@ def test_q8_0_is_read_as_the_package_reads_it_and_written_again_to_the_bit(wide:
 
 @pytest.mark.parametrize("tokenizer", [BPE, WORLD], ids=["bpe", "world"])
 @pytest.mark.parametrize("spare", [0, 7])
-def test_a_tokenizer_travels_in_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer,
-                                     spare: int) -> None:
-    """The tokenizer is also checkpoint without the keys that llama.cpp's converter does not write."""
+def test_a_tokenizer_is_stored_in_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer,
+                                       spare: int) -> None:
+    """The tokenizer is also read from a file without the keys that llama.cpp's converter does not write."""
     model = small_model("reference", tokenizer.vocab_size + spare, generation="rwkv7", n_layer=1)
     model.save_pretrained(tmp_path / "model.gguf", tokenizer)
     checkpoint = read_checkpoint(tmp_path / "model.gguf")
@@ -353,7 +353,7 @@ def test_a_directory_with_the_world_vocabulary_ends_texts_with_0(tmp_path: Path)
     assert tokenizer_of(read_checkpoint(folder)).ends == (0,)
 
 
-def test_what_ends_a_text_travels_in_gguf(tmp_path: Path) -> None:
+def test_the_tokens_that_end_a_text_are_stored_in_gguf(tmp_path: Path) -> None:
     """The end of a turn is read as well, also from a file of llama.cpp's converter."""
     definition = {"kind": "json", "definition": chatml(["<|bos|>", "<|end_of_text|>", "<|eot_id|>"]), "end_of_text": [1, 2]}
     tokenizer = Tokenizer.from_dict(definition)

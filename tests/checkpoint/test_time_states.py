@@ -96,7 +96,7 @@ def test_a_state_computes_what_a_model_with_it_does(folder: Path, capsys: pytest
     assert len(trained.time_states()) == L
 
 
-def test_what_no_file_says_is_asked_for(folder: Path) -> None:
+def test_a_layout_that_no_file_states_is_required(folder: Path) -> None:
     config = read_checkpoint(folder / "base.safetensors").config
     with pytest.raises(UserError, match=r"state_layout=official .*state_layout=transposed"):
         time_states.read(folder / "plain.safetensors", config)
@@ -133,7 +133,7 @@ def test_a_state_of_another_model_says_what_both_have(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["state.pth", "old.pth", "state.st"])
-def test_a_damaged_state_is_one_sentence(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_damaged_state_is_reported_in_one_sentence(folder: Path, tmp_path: Path, name: str) -> None:
     whole = (folder / name).read_bytes()
     config = read_checkpoint(folder / "base.safetensors").config
     damaged = [whole[:-300], whole[:200], b""] + ([whole[:9000] + b"\xff" * 64 + whole[9064:]] if name == "state.pth" else [])

@@ -67,7 +67,7 @@ def test_a_path_may_begin_at_the_home_folder() -> None:
     assert (config.data.cache_dir, config.data.sample_prompt) == ("a/~/b", "~/books")
 
 
-def test_null_is_no_path_and_no_name_but_a_text() -> None:
+def test_null_is_a_text_but_no_path_and_no_name() -> None:
     config = composed("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
     assert (config.out_dir, config.logger.run_name, config.data.sample_prompt) == (None, None, "null")
     assert composed("generate", "prompt=null").prompt == "null"
@@ -77,7 +77,7 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
 @pytest.mark.parametrize(("argument", "hinted"), [
     (r"stop=\n", True), (r"stop=User:\n\n", True), ("stop=\n", False), ("stop=User:", False), (r"prompt=C:\name", True),
     (r"checkpoint=C:\new", False)])
-def test_a_backslash_and_an_n_are_told_from_a_line_end(run: Run, argument: str, hinted: bool) -> None:
+def test_a_backslash_and_an_n_are_not_a_newline(run: Run, argument: str, hinted: bool) -> None:
     _, _, error = run("generate", "checkpoint=missing.pth", argument)
     assert ("line break" in error) == hinted
 

@@ -77,7 +77,7 @@ FULL_GPU = ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total 
         ("optim.lr=abc", "optim.lr must be a number; got abc"),
         ("experiment=nope", "'nope'; the choices are: kernel_ablation, rwkv4_original"))),
 ])
-def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str, message: str) -> None:
+def test_a_wrong_option_is_reported_in_one_sentence(run: Run, tmp_path: Path, argument: str, message: str) -> None:
     if argument == "trainer=gpu" and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     one_sentence(run("train", argument), message)
@@ -85,7 +85,7 @@ def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str,
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_an_argument_that_is_not_utf8_is_one_sentence(run: Run, program: str) -> None:
+def test_an_argument_that_is_not_utf8_is_reported_in_one_sentence(run: Run, program: str) -> None:
     option = "data.path" if program in ("train", "evaluate") else "checkpoint"
     one_sentence(run(program, f"{option}=Latin-\udce9.txt"), option, r"Latin-\xe9.txt")
 
@@ -96,7 +96,8 @@ def test_an_argument_that_is_not_utf8_is_one_sentence(run: Run, program: str) ->
     (["model.head_size=50", "kernel=reference"], "a multiple of model.head_size (50)"),
     (["kernel=conv1d"], "conv1d computes the operator of RWKV-4, but the model is RWKV-7. Choose a kernel from auto, "),
 ])
-def test_what_is_of_another_generation_is_one_sentence(run: Run, tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_an_option_of_another_generation_is_reported_in_one_sentence(run: Run, tmp_path: Path, arguments: list[str],
+                                                                     message: str) -> None:
     one_sentence(run("train", "model=rwkv7_tiny", *arguments), message)
     assert not list(tmp_path.iterdir()), "nothing was done before the mistake was found"
 
@@ -152,7 +153,7 @@ def test_a_new_run_may_find_logs_and_what_a_system_puts_on_a_disk(tmp_path: Path
     require_unused(tmp_path)
 
 
-def test_what_cannot_be_resumed_is_one_sentence(run: Run) -> None:
+def test_a_path_that_cannot_be_resumed_is_reported_in_one_sentence(run: Run) -> None:
     for name in ("nowhere", "nowhere.ckpt"):
         one_sentence(run("train", f"resume={name}"), "must be a run's directory")
     Path("foreign.ckpt").write_text("hello")
@@ -189,7 +190,7 @@ def test_a_bug_keeps_its_stack_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [UserError("a"), KernelUnavailable("a"), UnknownKernel("a"), OSError("a")])
-def test_a_user_s_mistake_is_its_sentence(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_user_s_mistake_is_reported_in_one_sentence(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
         raise error
     assert (stop.value.code, capsys.readouterr().err) == (cli.USER_ERROR, "error: a\n")
@@ -207,7 +208,7 @@ def test_a_deleted_current_directory_is_named(monkeypatch: pytest.MonkeyPatch, t
     assert "current directory" in capsys.readouterr().err
 
 
-def test_a_full_gpu_is_one_sentence_and_another_runtime_error_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_gpu_is_one_sentence_but_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
         raise torch.OutOfMemoryError(FULL_GPU)
     (line,) = capsys.readouterr().err.splitlines()
@@ -239,8 +240,8 @@ def test_a_run_on_a_full_gpu_says_how_it_continues(run: Run, monkeypatch: pytest
 
 @pytest.mark.parametrize(("program", "arguments", "message"), [
     ("generate", ("-m", "seed=0,1"), "-m"), ("serve", ("-m", "port=0,1"), "-m"), ("train", ("--cfg", "hydra"), "--cfg job")])
-def test_a_flag_that_does_nothing_here_is_one_sentence(run: Run, program: str, arguments: tuple[str, ...],
-                                                       message: str) -> None:
+def test_a_flag_without_effect_is_reported_in_one_sentence(run: Run, program: str, arguments: tuple[str, ...],
+                                                           message: str) -> None:
     one_sentence(run(program, *arguments), message)
 
 

@@ -146,8 +146,8 @@ def test_a_run_s_configuration_is_a_recipe(tmp_path: Path) -> None:
     ("seed: 1".encode("utf-16"), ["UTF-16"]),
     (b"x: !!python/object:os.system {}\n", ["line 1"]),
 ])
-def test_a_wrong_recipe_is_one_sentence(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes,
-                                        words: list[str], ours: bool) -> None:
+def test_a_wrong_recipe_is_reported_in_one_sentence(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes,
+                                                    words: list[str], ours: bool) -> None:
     """The recipe is a user's own file or, if `ours` is True, a built-in experiment."""
     choice = "mine" if ours else "./mine.yaml"
     if ours:
@@ -162,12 +162,12 @@ def test_a_wrong_recipe_is_one_sentence(run: Run, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(("choice", "words"), [
     ("./missing.yaml", ["missing.yaml"]), ("./", ["Is a directory"]), ("./mine.ckpt", ["not UTF-8"]),
     ("mine", ["shakespeare_char", "./mine.yaml"])])
-def test_an_experiment_that_is_no_file_is_one_sentence(run: Run, choice: str, words: list[str]) -> None:
+def test_an_experiment_that_is_no_file_is_reported_in_one_sentence(run: Run, choice: str, words: list[str]) -> None:
     Path("mine.ckpt").write_bytes(b"\x80\x02PK")
     one_sentence(run("train", f"experiment={choice}"), *words)
 
 
-def test_a_wrong_file_of_a_group_is_one_sentence(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_file_of_a_group_is_reported_in_one_sentence(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(cli.CONFIGS, tmp_path / "configs")
     monkeypatch.setattr(cli.configs, "CONFIGS", tmp_path / "configs")
     for group, content, word in (("model", "n_layers: 3", "model.n_layers"), ("optim", "lr: 1\nlr: 2", "line 2"),

@@ -68,7 +68,7 @@ class Host:
         self.header = cache(self._header)
 
     def launch(self, source: Source, kernel: str, grid: object, block: object, *args: object, shared: int = 0) -> None:
-        """Does what Source.launch does, on the CPU: it takes the same arguments and writes to the same tensors."""
+        """Executes a launch on the CPU, with the arguments of Source.launch and results in the same tensors."""
         request = _request(kernel, grid, block, shared, ORDERS.index(self.order), args)
         done = subprocess.run([self.program(source)], input=request, capture_output=True, check=False, env=RUN_OPTIONS)
         if done.returncode:

@@ -48,7 +48,7 @@ def talks(tmp_path: Path) -> Corpus:
     return corpus(tmp_path, [{"messages": messages(*talk)} for talk in TALKS])
 
 
-def test_what_is_learnt_is_the_answers_letter_by_letter(talks: Corpus) -> None:
+def test_exactly_the_letters_of_answers_are_trained_on(talks: Corpus) -> None:
     """The first conversation is for validation, and each token is a byte."""
     assert talks.conversations is not None
     train, val = talks.conversations
@@ -105,14 +105,14 @@ def texts_of(data: Corpus) -> list[str]:
     ({"messages": [*messages("a", "yes"), *({**message, "loss": False} for message in messages("b", "BAD"))]},
      "User: a\n\nAssistant:[[ yes\n\n]]User: b\n\nAssistant: BAD\n\n<end of text>"),
 ])
-def test_what_is_learnt_of_other_forms(tmp_path: Path, line: Any, text: str) -> None:
+def test_the_trained_parts_of_other_formats(tmp_path: Path, line: Any, text: str) -> None:
     actual = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line])
     assert texts_of(actual) == [text if text.endswith("<end of text>") else f"{text}<end of text>]]"]
 
 
 @pytest.mark.parametrize("form", ["OpenAI's", "OpenAI's in strings", "OpenAI's older one", "ShareGPT's"])
 def test_calls_are_learnt_and_tools_and_results_are_not(tmp_path: Path, form: str) -> None:
-    """All forms are one conversation, in the text that the server shows to a model."""
+    """All forms give the same text, which is the one that the server shows to a model."""
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}
     call = {"name": "f", "arguments": {"x": "ä"}}
     as_text = {**call, "arguments": json.dumps(call["arguments"])}
@@ -371,7 +371,7 @@ def test_packed_rows_equal_one_conversation_a_row(talks: Corpus, generation: str
 
 @each_generation
 def test_nothing_leaks_between_conversations_to_the_bit(talks: Corpus, generation: str) -> None:
-    """Other words of the same length in the conversation before change no bit of this one."""
+    """Other words of the same length in the preceding conversation change no bit of the next one."""
     task, batch = learner(generation), rows_of(talks, 100).__getitems__([0, 1])
     row = int((batch.starts.sum(1) > 2).nonzero()[0])
     second = int(batch.starts[row].nonzero()[1])

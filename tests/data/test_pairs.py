@@ -218,7 +218,7 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None
     assert len(read.numbers) == int(rows[0].counts.sum())
 
 
-def test_where_all_answers_are_equal_there_is_nothing_to_prefer(tmp_path: Path) -> None:
+def test_pairs_that_all_have_equal_answers_are_refused(tmp_path: Path) -> None:
     prepared = corpus(tmp_path, [entry | {"rejected": entry["chosen"]} for entry in ENTRIES])
     assert prepared.conversations is not None
     with pytest.raises(UserError, match="the chosen and rejected answers of a pair must differ"):

@@ -81,7 +81,7 @@ def test_tokens_are_each_document_after_end_of_text(library: DataConfig, tokeniz
 
 
 def test_documents_begin_with_the_end_of_text_that_is_named(library: DataConfig, tmp_path: Path) -> None:
-    """Data with another separator are other data, also in the cache.
+    """Data with another separator have another cache entry.
 
     A document that contains the separator's name has no further separator.
     """
@@ -146,7 +146,7 @@ def test_a_small_loss_is_reported_and_the_bits_are_given(config: DataConfig) -> 
     assert prepared.describe_lost()
 
 
-def test_a_loss_of_nothing_is_not_mentioned(config: DataConfig) -> None:
+def test_a_tokenizer_that_loses_nothing_is_not_mentioned(config: DataConfig) -> None:
     prepared = prepare(config, 16)
     assert (prepared.sizes.val_lost.bytes, prepared.describe_lost()) == (0, None)
 
@@ -160,9 +160,9 @@ def test_a_text_of_which_hardly_anything_is_left_is_refused_with_the_reason(conf
 
 
 def test_cached_data_are_not_made_again(library: DataConfig) -> None:
-    """Files that were unchanged for a while are not read again, either.
+    """Files that were unchanged for a while are not read again either.
 
-    Otherwise their new content with the same time would be noticed.
+    The test changes the files' content but neither size nor time, so only a second reading would notice the change.
     """
     def inodes() -> dict[Path, int]:
         return {path: path.stat().st_ino for path in Path(library.cache_dir).rglob("*")}
@@ -180,7 +180,7 @@ def test_cached_data_are_not_made_again(library: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "split", "a text", "a name"])
-def test_a_change_is_another_entry(library: DataConfig, change: str) -> None:
+def test_a_change_of_text_or_options_has_another_cache_entry(library: DataConfig, change: str) -> None:
     """A changed text has the same length and is written at once, so sizes and coarse times cannot tell the texts apart."""
     before, file = prepare(library, 16), Path(str(library.path)) / "49.txt"
     if change == "tokenizer":

@@ -79,7 +79,7 @@ def test_a_part_of_conversations_has_whole_ones_with_an_answer(talks: Corpus, to
         assert ConversationRows(ids, learnt, ctx_len).counts.sum() > 0
 
 
-def test_nothing_is_cut_where_nothing_is_asked(text: Corpus, talks: Corpus) -> None:
+def test_without_a_limit_nothing_is_cut(text: Corpus, talks: Corpus) -> None:
     assert limit_validation(text, None, 16) is text
     assert limit_validation(talks, 10**9, 16) is talks
 

@@ -132,7 +132,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch() -> None:
 
 @given(size=st.integers(1, 50), batch_size=st.integers(1, 4), world=st.integers(1, 5), seed=st.integers(0, 3))
 def test_processes_share_one_order(size: int, batch_size: int, world: int, seed: int) -> None:
-    """In each step, all processes together have what one process has with the whole batch."""
+    """In each step, the batches of all processes together are the whole batch of a single process."""
     together = list(ShuffleSampler(size, batch_size * world, 9, seed))
     apart = [list(ShuffleSampler(size, batch_size, 9, seed, rank, world)) for rank in range(world)]
     for common, *each in zip(together, *apart, strict=True):

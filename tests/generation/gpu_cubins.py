@@ -1,9 +1,9 @@
 """Compiles the kernels of decoding on a GPU to cubins, without a GPU: `python gpu_cubins.py 90` compiles for sm_90.
 
-`python gpu_cubins.py 90 bfloat16 int4` compiles the products of these formats only, for RWKV-4 those of the last, and of each
-kernel only the form with most registers: prefill, tiles of 32 rows, and a draw with all filters. Prints JSON: the registers,
-the bytes of spills and the shared memory of each kernel with its constants. test_gpu.py runs this program in a process without
-TRITON_INTERPRET.
+`python gpu_cubins.py 90 bfloat16 int4` compiles only the products of these formats (for RWKV-4, of the last one), and only the
+variant of each kernel with the most registers: prefill, tiles of 32 rows, and a draw with all filters. Prints JSON: the
+registers, the bytes of spills and the shared memory of each kernel with its constants. test_gpu.py runs this program in a
+process without TRITON_INTERPRET.
 """
 
 import json

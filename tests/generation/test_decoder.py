@@ -163,7 +163,7 @@ def test_an_int8_weight_is_in_memory_once() -> None:
 
 
 @pytest.mark.usefixtures("without_fbgemm")
-def test_int8_where_nothing_multiplies_it_is_one_sentence(unavailable: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_int8_without_a_kernel_is_reported_in_one_sentence(unavailable: pytest.MonkeyPatch, tmp_path: Path) -> None:
     unavailable.setattr(native, "FOLDER", tmp_path)
     with pytest.raises(UserError):
         to_int8(small_model("reference"))

@@ -183,7 +183,7 @@ def test_only_some_rows_have_a_draft_and_rows_come_and_go() -> None:
 
 
 @in_c
-def test_a_grammar_allows_what_it_allowed() -> None:
+def test_a_draft_changes_no_text_of_a_grammar() -> None:
     pytest.importorskip("llguidance")
     model = model_in()
     requests = [Request("ab", seed, StoppingCriteria(N), grammar=Grammar.regex("(ab|cd)*e?[0-9]{3,9}")) for seed in range(4)]
@@ -336,7 +336,7 @@ def test_ngrams_follow_each_row_by_itself() -> None:
     assert bytes(draft.propose(rows[0], 4)) == b", on"
 
 
-def test_what_the_context_has_read_counts_once() -> None:
+def test_tokens_of_the_context_count_once() -> None:
     """A chat gives the whole conversation as `earlier`, and its new part as the prompt."""
     for earlier, expected in (([1, 2, 3, 4], [1, 2, 3, 4]), ([1, 2], [1, 2, 3, 4]), ([], [3, 4]), ([4], [4, 3, 4])):
         assert Row(0, Request([3, 4], earlier=earlier), [3, 4], BYTES).known_ids == expected

@@ -72,8 +72,8 @@ def test_the_text_is_the_same_and_a_line_says_what_was_accepted(run: Run) -> Non
     (("draft=ngram", "draft_tokens=0"), ("draft_tokens", "at least 1")),
     (("draft=ngram", "draft_tokens=33"), ("draft_tokens", "at most 32")),
     (("draft_tokens=4",), ("draft_tokens requires draft=",))], ids=str)
-def test_what_is_no_draft_is_one_sentence(run: Run, arguments: tuple[str, ...], words: tuple[str, ...],
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_no_draft_is_reported_in_one_sentence(run: Run, arguments: tuple[str, ...], words: tuple[str, ...],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before the model's weights are loaded."""
     from rwkv.pretrained import RWKV
 

@@ -399,9 +399,7 @@ def test_rows_end_on_their_own() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_goes_on_after_its_prompt(kind: str, tmp_path: Path) -> None:
-    """The prompt and its text are the text of all ids: as a stream, after a context or a state file, and in the tokens'
-    strings.
-    """
+    """The prompt and the new text together are the text of all ids: in a stream, after a context, and in tokens' strings."""
     tokenizer = JsonTokenizer(KINDS[kind])
     model = following(tokenizer.vocab_size, tokenizer.encode("bad cab"), n_embd=64)
     options: dict[str, Any] = {"temperature": 0}
@@ -496,8 +494,8 @@ def test_a_long_prompt_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
     {"stop": [""]}, {"stop": "abc"}, {"stop": [b"a"]}, {"stop": 3}, {"stop_tokens": 3}, {"stop_tokens": [999]},
     {"max_new_tokens": -1}, {"max_new_tokens": 3.5}, {"max_new_tokens": None}, {"top_p": 2}, {"top_k": 2.5},
     {"banned": (999,)}, {"seed": 2 ** 70}, {"seed": 1.5}, {"prompt": b"a"}], ids=str)
-def test_a_wrong_option_is_one_sentence_before_anything_is_read(options: dict[str, Any],
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_option_is_reported_in_one_sentence_before_anything_is_read(options: dict[str, Any],
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     model, chunks = model_for(TOKENIZERS["char"]), watch(monkeypatch)
     with pytest.raises(UserError, match=rf"\A{next(iter(options))}.*\Z"):
         generate(model, TOKENIZERS["char"], **options)
@@ -507,7 +505,7 @@ def test_a_wrong_option_is_one_sentence_before_anything_is_read(options: dict[st
 @pytest.mark.parametrize(("options", "name"), [
     ({"prompts": "abc"}, "prompts"), ({"prompts": [b"a"]}, "prompts"), ({"logprobs": -1}, "logprobs"),
     ({"logprobs": 1.5}, "logprobs"), ({"seeds": 1}, "seed"), ({"seeds": [0.5]}, "seed"), ({"seeds": [1, 2]}, "seed")], ids=str)
-def test_a_wrong_option_of_a_batch_is_one_sentence(options: dict[str, Any], name: str) -> None:
+def test_a_wrong_option_of_a_batch_is_reported_in_one_sentence(options: dict[str, Any], name: str) -> None:
     with pytest.raises(UserError, match=rf"\A.*\b{name}\b.*\Z"):
         generate_batch(MODELS["conv1d"], BYTES, **{"prompts": ["a"], **options})
 
@@ -595,7 +593,7 @@ def assert_close(actual: PrefillResult, expected: PrefillResult) -> None:
 
 
 def test_a_warm_up_also_continues_from_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the mixes of a chunk after a state are another compilation, which the first long prompt would wait for."""
+    """On a GPU, the token shift after a state is another compilation, for which the first long prompt would wait."""
     model = small_model("reference", vocab_size=256, n_layer=1)
     continued = []
     plain = RWKV.prefill

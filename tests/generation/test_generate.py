@@ -57,7 +57,7 @@ def checkpoint(tmp_path: Path) -> Path:
         (("prompts=absent.txt",), "absent.txt"),
         (("prompts=empty.txt",), "empty.txt"))),
 ])
-def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: str) -> None:
+def test_a_mistake_is_reported_in_one_sentence(run: Run, arguments: tuple[str, ...], named: str) -> None:
     Path("empty.txt").write_text("\n")
     Path("several").mkdir(exist_ok=True)
     for name in ("a.pth", "b.pth"):
@@ -68,7 +68,7 @@ def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: 
     one_sentence(run("generate", *(() if has_checkpoint else CHECKPOINT[:1]), *arguments), named)
 
 
-def test_a_checkpoint_without_a_tokenizer_is_one_sentence(run: Run) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_reported_in_one_sentence(run: Run) -> None:
     small_model(vocab_size=256).save_pretrained("bare.pth")
     one_sentence(run("generate", "checkpoint=bare.pth"), "bare.pth", "tokenizer=")
 
@@ -154,13 +154,13 @@ def test_stop_strings_are_taken_as_typed_and_may_be_several(run: Run) -> None:
     assert stopped == whole[:end] + "\n"
 
 
-def test_a_biased_token_is_all_that_comes(run: Run) -> None:
+def test_only_a_strongly_biased_token_is_drawn(run: Run) -> None:
     b, c = CharTokenizer(CHARACTERS).encode("bc")
     biases = (f"logit_bias={b}:1000", f"logit_bias={c}:900")
     assert run("generate", *CHECKPOINT, "prompt=a", "max_new_tokens=5", *biases)[1] == "abbbbb\n"
 
 
-def test_a_saved_state_goes_on_as_without_the_break(run: Run) -> None:
+def test_a_saved_state_continues_as_without_a_break(run: Run) -> None:
     options = (*CHECKPOINT, "temperature=0", "banned=[0]")
     whole = run("generate", *options, "prompt=ab", "max_new_tokens=30")[1]
     first = run("generate", *options, "prompt=ab", "max_new_tokens=12", "save_state=kept.safetensors")[1]

@@ -304,7 +304,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 @pytest.mark.parametrize("logits", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
-def test_logits_that_are_not_finite_are_one_sentence(draw: Draw | None, logits: list[float]) -> None:
+def test_logits_that_are_not_finite_are_reported_in_one_sentence(draw: Draw | None, logits: list[float]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  this is not an error of the user's
         next_tokens(torch.tensor([logits]), torch.zeros(1), Sampling(), draw=draw)
 
@@ -318,7 +318,7 @@ def test_logits_that_are_not_finite_are_one_sentence(draw: Draw | None, logits: 
                                      {"penalty_decay": 1.1}, {"penalty_decay": -0.1}, {"penalty_decay": math.nan},
                                      {"no_penalty": 3}, {"no_penalty": (1.5,)}, {"no_penalty": (-1,)}, {"no_penalty": ("",)}],
                          ids=str)
-def test_options_that_mean_nothing_are_one_sentence(options: dict[str, Any]) -> None:
+def test_invalid_options_are_reported_in_one_sentence(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"\A{next(iter(options))}\b.*\Z"):
         Sampling(**options)
 
@@ -334,7 +334,7 @@ def test_integers_of_numpy_are_integers() -> None:
     assert options == Sampling(top_k=2, banned=(1,), logit_bias={3: 0.5})
 
 
-def test_ids_outside_the_vocabulary_are_one_sentence() -> None:
+def test_ids_outside_the_vocabulary_are_reported_in_one_sentence() -> None:
     for options in ({"banned": (7,)}, {"logit_bias": {3: 1.0}}, {"banned": (0, 1, 2)}, {"no_penalty": ("a", 3)}):
         with pytest.raises(ValueError, match=rf"\A{next(iter(options))}\b.*\Z"):
             Sampling(**options).check_ids(3)
@@ -362,7 +362,7 @@ def test_the_penalties_of_a_gpu_take_no_more_memory_than_the_plan_states() -> No
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_one_compilation_draws_from_a_slice_of_wider_logits_and_from_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model may have more tokens than its tokenizer. A server compiled the kernel again for the first group of rows."""
+    """A model may have more tokens than its tokenizer. Otherwise a server would compile the kernel again in use."""
     from triton.runtime.jit import JITFunction
 
     from kernels.draw import NO_BIAS, Filters, triton_v0

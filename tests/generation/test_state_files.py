@@ -37,7 +37,7 @@ def test_a_context_comes_back_to_the_bit(tmp_path: Path, generation: str) -> Non
     assert [path.name for path in state_file.parent.iterdir()] == [state_file.name]
 
 
-def test_what_could_not_be_loaded_is_not_written(tmp_path: Path) -> None:
+def test_a_context_that_could_not_be_loaded_is_not_written(tmp_path: Path) -> None:
     model = small_model(vocab_size=256)
     rows = prefill(model, torch.tensor([[1, 2, 3], [4, 5, 6]]))
     for context, part in ((rows, "one row"), (rows.state, "PrefillResult")):
@@ -77,7 +77,7 @@ def test_a_file_of_another_model_or_tokenizer_is_refused(state_file: Path) -> No
         load_context(state_file, small_model(vocab_size=256), CharTokenizer("abc"))
 
 
-def test_a_missing_or_damaged_file_is_one_sentence(state_file: Path) -> None:
+def test_a_missing_or_damaged_file_is_reported_in_one_sentence(state_file: Path) -> None:
     model = small_model(vocab_size=256)
     whole = state_file.read_bytes()
     with pytest.raises(UserError):

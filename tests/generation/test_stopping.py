@@ -35,12 +35,12 @@ def test_the_text_is_that_before_the_first_complete_stop(pieces: list[str], stop
     assert show(pieces, stops) == first_complete("".join(pieces), stops)
 
 
-def test_what_may_become_a_stop_is_held_back_and_shown_if_it_does_not() -> None:
+def test_a_possible_stop_string_is_held_back_until_it_is_decided() -> None:
     stopping = StopStrings(["\n\nUser:"])
     assert [stopping.push(piece) for piece in ("Hello", "\n", "\nU", "nited", "\n\nUs")] == ["Hello", "", "", "\n\nUnited", ""]
     assert stopping.flush() == "\n\nUs"
 
 
-def test_what_cannot_become_a_stop_is_shown_at_once() -> None:
+def test_text_that_cannot_begin_a_stop_string_is_shown_at_once() -> None:
     assert StopStrings(["END"]).push("the E") == "the "
     assert StopStrings([]).push("all of it") == "all of it"

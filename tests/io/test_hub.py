@@ -65,7 +65,7 @@ def test_a_scheme_without_a_name_is_an_error(text: str) -> None:
         parse(text)
 
 
-def test_what_is_on_disk_stays_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_path_stays_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "files").write_bytes(b"")
@@ -106,7 +106,7 @@ def test_only_the_needed_files_are_chosen(text: str, target: str, needed: set[st
     ("org/files", "org/files/rwkv7-g1k-1.5b-ctx25600.pth"), ("org/releases", "org/releases/rwkv7-a"),
     ("org/gguf:Q4_K", "F16, IQ4_XS, Q4_K_M, Q4_K_S, Q8_0"), ("org/files:Q4_0", "no GGUF file"),
     ("org/two:Q4_0", "org/two/rwkv7-2.9b_q4_0.gguf"), ("org/gguf", "org/gguf/m-Q4_K_M.gguf"), ("org/none", "no weights")])
-def test_what_a_repository_lacks_is_answered_with_what_it_has(text: str, message: str) -> None:
+def test_an_error_about_a_missing_file_lists_the_repository_s_files(text: str, message: str) -> None:
     name = parse(text)
     assert name
     with pytest.raises(CheckpointError) as error:
@@ -235,7 +235,7 @@ def test_another_programs_file_among_the_refs_of_the_cache_is_ignored(tmp_path: 
     assert [(each.name, each.size) for each in cached_models()] == [(Name("org/one", "model.pth"), 2)]
 
 
-def test_what_the_hub_does_not_have_is_one_sentence(server: HubServer, tmp_path: Path) -> None:
+def test_a_missing_name_on_the_hub_is_reported_in_one_sentence(server: HubServer, tmp_path: Path) -> None:
     assert "no repository org/nowhere" in error_of("org/nowhere/model.pth", tmp_path, server.endpoint)
     assert "no revision 'v9'" in error_of("org/tagged@v9", tmp_path, server.endpoint)
     message = error_of("org/files/rwkv7-g1k-1.5b-ctx2560.pth", tmp_path, server.endpoint)
@@ -244,7 +244,7 @@ def test_what_the_hub_does_not_have_is_one_sentence(server: HubServer, tmp_path:
     assert "cannot be reached" in error_of("org/one", tmp_path, "http://127.0.0.1:9")
 
 
-def test_a_hub_that_answers_but_does_not_serve_is_said_not_to_be_out_of_reach(server: HubServer, tmp_path: Path) -> None:
+def test_a_hub_that_answers_with_an_error_is_not_called_unreachable(server: HubServer, tmp_path: Path) -> None:
     """An expired token is refused even for public repositories. A login page answers every request with HTML."""
     expired = {"X-Error-Message": "Invalid credentials in Authorization header"}
     for refusal, part in (((401, b"{}", expired), "token"), ((200, b"<html>log in</html>", {}), "login page")):
@@ -261,7 +261,7 @@ def test_a_hub_that_answers_but_does_not_serve_is_said_not_to_be_out_of_reach(se
     assert "repeat" not in message
 
 
-def test_a_missing_package_is_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_package_is_reported_in_one_sentence(tmp_path: Path) -> None:
     code = "import sys; sys.modules['huggingface_hub'] = None\n" + REFUSED.format(name="org/one")
     process = python(code, environment("http://127.0.0.1:9", tmp_path), tmp_path)
     assert "pip install huggingface_hub" in process.stdout

@@ -53,5 +53,5 @@ def test_a_file_gets_one_line() -> None:
 
 @pytest.mark.parametrize(("n", "text"), [(0, "0 steps"), (1, "1 step"), (1.0, "1 step"), (1500, "1,500 steps"),
                                          (0.5, "0.5 steps")])
-def test_one_thing_is_in_the_singular(n: float, text: str) -> None:
+def test_the_number_one_has_a_singular_noun(n: float, text: str) -> None:
     assert counted(n, "step") == text

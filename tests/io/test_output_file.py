@@ -37,7 +37,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     ("evaluate", ("data.path=prompts.txt", "out=prompts.txt"), "prompts.txt"),
     ("evaluate", ("data.path=prompts.txt", "out=./model.safetensors"), "model.safetensors"),
 ])
-def test_what_a_program_reads_it_does_not_replace(run: Run, program: str, arguments: tuple[str, ...], input_name: str) -> None:
+def test_a_program_does_not_replace_the_files_that_it_reads(run: Run, program: str, arguments: tuple[str, ...],
+                                                            input_name: str) -> None:
     before = Path(input_name).read_bytes()
     one_sentence(run(program, "checkpoint=model.safetensors", *arguments), "would overwrite", input_name)
     assert Path(input_name).read_bytes() == before

@@ -36,7 +36,7 @@ def test_a_request_is_noted_once_and_then_ctrl_c_ends_at_once(number: int) -> No
     assert received == [number]
 
 
-def test_every_signal_is_passed_on_where_that_is_asked() -> None:
+def test_every_signal_is_passed_on_if_requested() -> None:
     received: list[int] = []
     with StopRequest(on_signal=received.append, every_signal=True):
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):

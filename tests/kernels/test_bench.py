@@ -55,8 +55,8 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, dict]
     ("timex", ("2,9,16", "3,1,5"), ["conv1d", "formula"]),
     ("wkv4", ("2,9,16", "3,1,5"), ["conv1d in one block", "formula", "reference"]),
     ("wkv7", ("3,4,8,20", "1,1,4,3"), ["reference", "torch_chunk"])])
-def test_a_benchmark_prints_a_table_and_writes_json_where_it_is_asked_for(op: str, shapes: tuple[str, ...], names: list[str],
-                                                                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_benchmark_prints_a_table_and_writes_json(op: str, shapes: tuple[str, ...], names: list[str],
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
     code, out, report = run(capsys, op, "--shape", *shapes, "--only", ",".join(names))
     assert code == 0
     assert '"shapes"' not in out
@@ -81,7 +81,7 @@ def test_a_result_is_printed_where_its_file_cannot_be_written(tmp_path: Path, ca
     assert json.loads(capsys.readouterr().out) == {"op": "timex"}
 
 
-def test_what_is_timed_and_how_long_that_takes_is_said_first() -> None:
+def test_the_plan_comes_first() -> None:
     """The plan names the kernels that run here and all shapes, and allows twice --seconds for each pass and each limit."""
     options = "--only", "torch_native,triton_v0", "--shape", "3,5", "--sweep", "7,9", "--seconds", "4"
     plan = __main__._plan(__main__._arguments(["softmax", *options]))
@@ -267,7 +267,7 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
     assert expected_word in error
 
 
-@pytest.mark.skipif(hardware.free_bytes("cpu") is None, reason="this system does not tell its free memory")
+@pytest.mark.skipif(hardware.free_bytes("cpu") is None, reason="this system does not report its free memory")
 @pytest.mark.parametrize("op", registry.operators())
 @pytest.mark.parametrize("option", ["--shape", "--sweep"])
 def test_what_does_not_fit_into_memory_is_refused_before_anything_is_measured(
@@ -293,8 +293,9 @@ def usage_error(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: p
 
 @pytest.mark.parametrize("program", [tables.main, lambda files: plot.main(["figures", *files])], ids=["tables", "plot"])
 @pytest.mark.parametrize("file", ["missing.json", "text.json"])
-def test_a_file_that_is_missing_or_not_json_is_a_sentence(program, file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_missing_or_not_json_is_reported_in_one_sentence(program, file: str, monkeypatch: pytest.MonkeyPatch,
+                                                                        tmp_path: Path,
+                                                                        capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.json").write_text("{")
     assert exit_status(lambda: program([file])) == 2

@@ -301,7 +301,7 @@ def wrong_steps(adapter: Any, operator: Any, inputs: Inputs, scale: Tensor, weig
     An error is relative to the norm of its step in the reference; if that is 0, any error is infinite.
 
     Args:
-        scale (T,): the input `adapter.value` is multiplied by it.
+        scale (T,): factors of the input `adapter.value`.
         weights (T,): weights of the output's steps in the loss.
     """
     i, axis = adapter.kind._names.index(adapter.value), dict(adapter.time)[adapter.value]

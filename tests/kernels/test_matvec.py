@@ -77,7 +77,7 @@ def test_a_row_that_is_not_finite_gives_no_finite_number(matvec: MatVec) -> None
         assert matvec(x, packed).isfinite().sum(1).tolist() == [20, 0, 20], format
 
 
-def test_a_format_that_an_implementation_lacks_is_one_sentence() -> None:
+def test_a_format_that_an_implementation_lacks_is_reported_in_one_sentence() -> None:
     x, packed = cases.inputs(2, 3, 64, "int4")
     with pytest.raises(ValueError, match="int4"):
         MatVec("torch_linear")(x, packed)
@@ -168,7 +168,7 @@ def test_a_float_that_has_the_format_already_is_not_copied() -> None:
 
 @pytest.mark.parametrize(("weight", "format"), [(torch.ones(3), "int8"), (torch.ones(3, 4), "int5"),
                                                 (torch.ones(3, 256), "q4_k"), (torch.ones(1, 133_145), "int8")])
-def test_what_cannot_be_packed_is_one_sentence(weight: torch.Tensor, format: str) -> None:
+def test_a_matrix_that_cannot_be_packed_is_reported_in_one_sentence(weight: torch.Tensor, format: str) -> None:
     with pytest.raises(ValueError, match=r"W \(N,K\)"):
         pack(weight, format)
 

@@ -43,7 +43,7 @@ NATIVE_RUN = native.run
 
 
 def zig() -> str | None:
-    """Returns the Python that has zig's compiler: the one of make native or this one, or None."""
+    """Returns the Python that has zig's compiler, which is make native's or this one, or None."""
     own = build.ROOT / ".venv-zig" / "bin" / "python"
     return str(own) if own.exists() else sys.executable if importlib.util.find_spec("ziglang") else None
 
@@ -92,7 +92,7 @@ def test_nothing_undefined_happens_in_c(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["linux-riscv64"], ["--zig", sys.executable + "-nowhere"]], ids=["target", "compiler"])
-def test_what_cannot_be_built_is_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_build_that_fails_is_reported_in_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:
         build.main(arguments)
     assert status.value.code == 2
@@ -228,7 +228,7 @@ def test_a_kernel_that_the_library_lacks_is_named(tmp_path: Path) -> None:
 
 
 @in_c
-def test_a_kernel_that_is_not_built_is_listed_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_not_built_is_listed_as_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(listing.not_built(op, name) is None for op in registry.operators() for name in registry.names(op))
     monkeypatch.setattr(native, "not_built", lambda file: "softmax_c_v9" if file.name == "c_v0.py" else None)
     assert listing.runnable_devices("wkv7", "c_v0", ["cpu"]) == "no"
@@ -258,7 +258,7 @@ def test_a_system_without_a_library_takes_another_kernel(here: native.Target, un
 
 
 @in_c
-def test_a_library_that_cannot_be_opened_is_a_sentence(unavailable: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_opened_is_reported_in_one_sentence(unavailable: pytest.MonkeyPatch, tmp_path: Path) -> None:
     unavailable.setattr(native, "FOLDER", tmp_path)
     reason = why_not("wkv7", "c_v0")
     assert reason is not None
@@ -267,7 +267,7 @@ def test_a_library_that_cannot_be_opened_is_a_sentence(unavailable: pytest.Monke
 
 
 @in_c
-def test_c_that_is_not_built_is_a_sentence() -> None:
+def test_c_that_is_not_built_is_reported_in_one_sentence() -> None:
     with pytest.raises(KernelUnavailable, match="timex_of_tomorrow"):
         native.run("timex_of_tomorrow", 1, 3)
 
@@ -295,7 +295,7 @@ def test_an_argument_in_python_alone_is_refused() -> None:
 
 
 @in_c
-def test_a_size_that_is_not_exported_is_a_sentence() -> None:
+def test_a_size_that_is_not_exported_is_reported_in_one_sentence() -> None:
     with pytest.raises(KernelUnavailable, match=r"EXPORT_SIZE\(tomorrow"):
         native.size_of("tomorrow")
 

@@ -187,7 +187,7 @@ def test_the_gradient_cannot_be_differentiated_again(operator: Callable[[Tensor]
     (lambda x: (x.clone(), x.clone()), None, "forward .* must return y .*; got"),
     (torch.clone, lambda y, grad_y: grad_y.numpy(), "backward .* must return grad_x .*; got ndarray"),
 ], ids=("nothing", "another shape", "too many", "an array"))
-def test_what_a_kernel_returns_wrongly_is_named(forward: Any, backward: Any, message: str) -> None:
+def test_a_wrong_result_of_a_kernel_is_named(forward: Any, backward: Any, message: str) -> None:
     with stub("softmax", forward, backward) as name, pytest.raises(AssertionError, match=message):
         Softmax(name)(torch.ones(2, 3, requires_grad=True)).sum().backward()
 

@@ -127,7 +127,7 @@ def test_the_gpu_kernel_executed_on_the_cpu(dtype: torch.dtype) -> None:
         assert torch.equal(out, right)
 
 
-def test_a_tile_that_requires_a_gradient_nobody_asks_for() -> None:
+def test_a_tile_with_requires_grad_is_accepted_without_a_backward_pass() -> None:
     with torch.no_grad():
         assert FORMULA(torch.ones(3, 4, requires_grad=True), 1, 1).shape == (5, 6)
 

@@ -60,7 +60,7 @@ def test_padding_inside_wkv() -> None:
     torch.testing.assert_close(y, WKV4("reference")(*inputs)[0])
 
 
-def test_what_an_implementation_does_not_take_is_refused_with_a_sentence() -> None:
+def test_unsupported_inputs_of_an_implementation_are_refused_in_one_sentence() -> None:
     """An implementation refuses a dtype that it does not support, and a use in WKV4 if it declares wkv=False."""
     with stub(**recording_stub([])) as name:
         assert_refused(lambda: TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64)), f"{name} does not compute in float64")
@@ -110,7 +110,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.programs
-def test_a_mistake_in_a_kernel_s_file_is_one_sentence(tmp_path: Path) -> None:
+def test_a_mistake_in_a_kernel_s_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
     """python -m kernels still lists all kernels."""
     shutil.copytree(Path(registry.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     for name, (text, _) in {**MISTAKES, "_helper": ("\ndef forward(:\n", ""), ".#editor": ("", "")}.items():
@@ -123,7 +123,7 @@ def test_a_mistake_in_a_kernel_s_file_is_one_sentence(tmp_path: Path) -> None:
     assert "editor" not in listing
 
 
-def test_what_computes_in_float64_is_named() -> None:
+def test_the_error_names_the_kernels_that_compute_in_float64() -> None:
     """The error names only kernels of the same operator: softmax has no conv1d."""
     with stub("softmax") as narrow, pytest.raises(ValueError, match=narrow) as error:
         Softmax(narrow)(torch.zeros(2, 3, dtype=torch.float64))

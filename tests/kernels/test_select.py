@@ -54,7 +54,7 @@ def test_a_convolution_that_is_unsound_in_a_quotient_is_refused(with_stubs: None
         assert name not in select.selectable("wkv4")
 
 
-def test_auto_takes_the_first_that_runs_and_says_what_is_away_and_not_measured(without_gpu: None) -> None:
+def test_auto_takes_the_first_kernel_that_runs_and_says_why(without_gpu: None) -> None:
     """Without a GPU `auto` takes the last kernel of the order. float16 has the rule of bfloat16."""
     (first, *_, last), measured, _ = select.RULES["wkv4", "cuda", "bfloat16"]
     away = registry.why_not("wkv4", first, "cuda")
@@ -210,7 +210,7 @@ def test_a_kernel_that_cannot_run_lists_those_that_do(with_stubs: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "conv1d", "torch_scan"])
-def test_a_missing_gpu_is_one_sentence(without_gpu: None, name: str) -> None:
+def test_a_missing_gpu_is_reported_in_one_sentence(without_gpu: None, name: str) -> None:
     with pytest.raises(KernelUnavailable) as error:
         select.select("wkv4", name, "cuda")
     assert str(error.value) == error.value.reason

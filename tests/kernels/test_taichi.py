@@ -30,7 +30,7 @@ except KernelUnavailable:
 def softmax(folder: Path, before: str = "", apart: bool = False, **variables: str) -> str:
     """Computes a softmax in a process with these environment variables, and returns what the process prints.
 
-    The process is forked, or with `apart` it is an interpreter of its own, which Taichi leaves in its own way.
+    By default the process is forked. With `apart` it is a new interpreter, at whose exit Taichi's own clean-up runs.
     """
     if apart:
         done = subprocess.run([sys.executable, "-c", CODE.format(before=before)], capture_output=True, text=True,

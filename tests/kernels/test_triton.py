@@ -55,12 +55,12 @@ def cubins(cache: Path, request: pytest.FixtureRequest) -> Cubins:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("arch", ARCHS)
-def test_wkv7_takes_what_the_table_says(arch: int, cache: Path) -> None:
+def test_wkv7_takes_the_resources_in_the_table(arch: int, cache: Path) -> None:
     """Measures triton_v1 for all head sizes and dtypes."""
     check_table(triton_resources.measure(arch, triton_resources.HEADS, cache))
 
 
-def test_wkv7_takes_what_the_table_says_of_the_most_common_head(cubins: Cubins) -> None:
+def test_wkv7_takes_the_resources_in_the_table_for_the_most_common_head(cubins: Cubins) -> None:
     """Compares what has been compiled anyway: one variant of each kernel of triton_v1."""
     arch, once, needs_by_kernel = cubins
     if not once:

@@ -63,7 +63,7 @@ def cubins(arch: int, launches: Iterable[Callable[[], Any]], once: bool = False)
 
 
 def launches(widths: tuple[int, ...], slow: bool = True) -> Iterator[Any]:
-    """Yields launches of every kernel with every set of constants; WKV-4's compile in a width of 96, but not of 1.
+    """Yields launches of every kernel with every set of constants. WKV-4's kernels are compiled for a width of 96, not of 1.
 
     `slow` includes the kernel that takes ten seconds to compile.
     """

@@ -18,7 +18,7 @@ from rwkv.training.task import LanguageModel
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits a chunk to 512 rows of 11 logits, so that few more rows need several, and shortens the blocks of the argmax."""
+    """Limits a chunk to 512 rows of 11 logits, so that small inputs have several chunks, and shortens the argmax's blocks."""
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 512 * 11)
     monkeypatch.setattr(loss, "ARGMAX_BLOCK", 16)
 

@@ -72,7 +72,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.programs
-def test_it_trains_resumes_samples_and_is_saved_and_loaded(program: Path) -> None:
+def test_a_third_generation_runs_in_all_programs(program: Path) -> None:
     """The toy generation runs through all programs, and the terminal names its kernel and its decoder."""
     done = subprocess.run([sys.executable, "-c", DRIVER], cwd=program, env=ENVIRONMENT, capture_output=True, text=True,
                           check=False)

@@ -153,7 +153,7 @@ def test_copies_are_exact_and_made_once() -> None:
     assert step_of(model) is step_of(model)
 
 
-def test_a_copy_of_a_model_keeps_nothing_of_its_own() -> None:
+def test_a_copy_of_a_model_does_not_share_the_cached_step() -> None:
     """A copy of a model does not share the cached decoding step of the original."""
     model = frozen()
     step = step_of(model)
@@ -161,7 +161,7 @@ def test_a_copy_of_a_model_keeps_nothing_of_its_own() -> None:
     assert step_of(pickle.loads(pickle.dumps(model))) is not step
 
 
-def test_what_is_kept_keeps_no_weight_in_memory() -> None:
+def test_the_cached_step_keeps_no_weight_in_memory() -> None:
     """The decoding step that is cached for a model does not keep replaced weights in memory."""
     model = frozen()
     step_of(model)
@@ -171,7 +171,7 @@ def test_what_is_kept_keeps_no_weight_in_memory() -> None:
         assert storage.expired(), name
 
 
-def test_there_are_none_where_a_number_would_change() -> None:
+def test_there_are_no_copies_that_would_change_a_number() -> None:
     """exact_copies() returns None if a weight does not fit bfloat16."""
     model = frozen()
     model.head.weight[:] = 1 + 2**-20
@@ -179,7 +179,7 @@ def test_there_are_none_where_a_number_would_change() -> None:
     assert not step_of(model).reads_copies
 
 
-def test_there_are_none_of_weights_whose_changes_are_not_counted() -> None:
+def test_there_are_no_copies_of_weights_whose_changes_are_not_counted() -> None:
     """exact_copies() returns None for weights made in inference mode, because PyTorch does not count their changes."""
     model = frozen()
     with torch.inference_mode():
@@ -187,7 +187,7 @@ def test_there_are_none_of_weights_whose_changes_are_not_counted() -> None:
     assert exact_copies(matrices(model)) is None
 
 
-def test_there_are_none_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_no_copies_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """exact_copies() returns None if memory does not suffice."""
     model = frozen()
     monkeypatch.setattr(weights_watch, "available_memory", lambda: 1000)

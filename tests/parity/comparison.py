@@ -67,7 +67,7 @@ def state_apart(actual: Outputs, expected: Outputs) -> float:
 
 
 def forms_apart(actual: Outputs) -> dict[str, Cell]:
-    """Returns the differences within one model: of chunked and one by one from whole."""
+    """Returns the differences within one model: of the forms chunked and one by one from the form whole."""
     return {"forms": Cell(logits_apart(actual, actual), TO_FLOAT64), "forms, state": Cell(state_apart(actual, actual), STATE)}
 
 

@@ -68,7 +68,7 @@ def job(peer: str, folder: Path, case: Case | Case7, file: str) -> dict[str, Any
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Returns the versions of the packages that the peers' environment has, and of llama-cpp-python in its own environment."""
+    """Returns the versions of the packages in the peers' environment, and of llama-cpp-python in its own."""
     program = ("import importlib.metadata as m, json\nfound = {}\nfor name in %r:\n    try: found[name] = m.version(name)\n"
                "    except m.PackageNotFoundError: pass\nprint(json.dumps(found))")
     found: dict[str, str] = {}

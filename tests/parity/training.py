@@ -5,7 +5,7 @@ The optimiser, its groups, rates, clipping and L2Wrap are those of these files. 
 cosine schedule, since the other schedules differ by design (configs/experiment). The author's code computes in float64, in a
 separate process (author.py).
 
-    gradients       of one step, from random weights of which each matters
+    gradients       of one step, from random weights that all affect the loss
     first, losses   the first loss and the largest difference of STEPS of them, from the author's initial weights
     rates, weights  each parameter's learning rate in all steps, and the weights after them
 

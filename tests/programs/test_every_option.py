@@ -126,13 +126,13 @@ def test_the_presets_of_g1_are_those_of_its_author() -> None:
     assert Sampling.from_config(composed("serve", "sampling=g1_fake")) == Sampling(1.0, 32, 0.28)
 
 
-def test_a_preset_that_there_is_not_is_one_sentence(run: Run) -> None:
+def test_an_unknown_preset_is_reported_in_one_sentence(run: Run) -> None:
     one_sentence(run("generate", "sampling=mine"), "sampling", "'mine'", "g1_think")
 
 
 @pytest.mark.parametrize("argument", ["penalty_decay=1.5", "penalty_decay=fast", "no_penalty=", "no_penalty=[999]",
                                       "order=mine", "banned=x"])
-def test_a_wrong_value_is_one_sentence(argument: str, run: Run, tmp_path: Path) -> None:
+def test_a_wrong_value_is_reported_in_one_sentence(argument: str, run: Run, tmp_path: Path) -> None:
     small_model("reference", vocab_size=256).save_pretrained(tmp_path / "model.pth", BYTES, format="pth")
     status, output, error = run("generate", f"checkpoint={tmp_path / 'model.pth'}", "tokenizer=byte", argument)
     assert (status, output) == (2, "")
@@ -140,7 +140,7 @@ def test_a_wrong_value_is_one_sentence(argument: str, run: Run, tmp_path: Path) 
     assert argument.partition("=")[0] in error.splitlines()[-1]
 
 
-def test_what_was_chosen_is_one_line(run: Run, tmp_path: Path) -> None:
+def test_the_chosen_sampling_is_one_line(run: Run, tmp_path: Path) -> None:
     small_model("reference", vocab_size=256).save_pretrained(tmp_path / "model.pth", BYTES, format="pth")
     arguments = (f"checkpoint={tmp_path / 'model.pth'}", "tokenizer=byte", "prompt=a", "max_new_tokens=3")
     _, _, error = run("generate", *arguments, "sampling=g1_think", "top_k=5", "no_penalty= ", "no_penalty=[48,49]")

@@ -62,7 +62,7 @@ def test_a_template_in_jinja_of_a_g1_model(tmp_path: Path) -> None:
     assert choose_sampling(other, True).sampling == CHAT, "a model of another author must not count as G1"
 
 
-def test_the_file_counts_before_the_kind_and_the_user_before_the_file(tmp_path: Path) -> None:
+def test_the_user_s_options_precede_the_file_and_the_file_precedes_the_kind(tmp_path: Path) -> None:
     folder = tmp_path / "RWKV7-G1k-1.5B"
     folder.mkdir()
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_k": 20}))
@@ -84,7 +84,7 @@ def test_the_file_counts_before_the_kind_and_the_user_before_the_file(tmp_path: 
 
 @pytest.mark.parametrize("stated", ['"top_k": Infinity', '"top_k": NaN', '"top_k": 40.7', f'"temperature": {"9" * 400}',
                                    '"temperature": NaN', '"min_p": -1', '"repetition_penalty": Infinity'])
-def test_a_file_with_a_number_that_is_no_option_is_one_sentence(tmp_path: Path, stated: str) -> None:
+def test_a_file_with_a_number_that_is_no_option_is_reported_in_one_sentence(tmp_path: Path, stated: str) -> None:
     (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, {stated}}}')
     with pytest.raises(UserError) as error:
         choose_sampling(tmp_path, False)
@@ -148,7 +148,7 @@ def sampling_lines(error: str) -> list[str]:
 
 
 @pytest.mark.programs
-def test_chat_chooses_and_chooses_anew(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_chooses_again_when_think_changes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def set_input(*typed: str) -> None:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(typed).encode())))
 
@@ -204,8 +204,8 @@ def test_generate_takes_the_files_stops_and_limit(run: Run) -> None:
 
 
 @pytest.mark.programs
-def test_requests_that_say_nothing_have_the_options_of_their_kind(tmp_path: Path) -> None:
-    """About 260 tokens are equally likely. top_k leaves 32 of them with empty thoughts, and top_p three tenths without."""
+def test_requests_without_options_have_those_of_their_kind(tmp_path: Path) -> None:
+    """About 260 tokens are equally likely: with empty thoughts top_k leaves 32 of them, without thoughts top_p leaves 30 %."""
     httpx = pytest.importorskip("httpx")
     model, tokenizer = writing([b"a"])
     model.head.weight.data.zero_()

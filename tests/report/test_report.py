@@ -120,7 +120,7 @@ def swept(start: Callable[..., int]) -> tuple[int, Path]:
 
 
 @pytest.mark.programs
-def test_what_fails_and_what_cannot_run_does_not_stop_the_others(swept: tuple[int, Path]) -> None:
+def test_failed_runs_do_not_stop_the_others(swept: tuple[int, Path]) -> None:
     status, folder = swept
     assert status == 1
     runs = {run.kernel: run for run in read(folder)}
@@ -160,7 +160,7 @@ def test_the_numbers_of_a_report_are_those_of_the_run(swept: tuple[int, Path]) -
 
 
 @pytest.mark.programs
-def test_the_page_says_it_too(swept: tuple[int, Path]) -> None:
+def test_the_page_names_the_failed_runs(swept: tuple[int, Path]) -> None:
     page = parse_page(swept[1] / "report.html")
     for expected_text in ("torch_scan failed in 1 of 1 run: RuntimeError: out of <luck> & such", "cuda_v3 cannot run here",
                           "compared with conv1d", "WKV forward", "shuffled with seed 0", "commit", "torch"):
@@ -170,8 +170,8 @@ def test_the_page_says_it_too(swept: tuple[int, Path]) -> None:
 
 
 @pytest.mark.programs
-def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Callable[..., int],
-                                              monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_continues_its_unfinished_runs(swept: tuple[int, Path], start: Callable[..., int],
+                                               monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = swept[1]
     monkeypatch.setattr(ForkedRun, "code", RUN_OF_SWEEP)
     before = (folder / "kernel=conv1d" / "metrics.csv").stat().st_mtime
@@ -365,7 +365,7 @@ def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_report_has_every_sample(tmp_path: Path) -> None:
-    """A damaged line, and characters that str.splitlines() treats as line ends, hide no sample."""
+    """A damaged line, and characters that str.splitlines() treats as newlines, hide no sample."""
     make_run(tmp_path, "conv1d", 0, [3.0])
     run = tmp_path / "kernel=conv1d,seed=0"
     lines = [json.dumps({"step": step, "prompt": "", "text": f"a\u2028\x85{step}"}, ensure_ascii=False) for step in (1, 2, 3)]
@@ -632,7 +632,7 @@ def test_a_tokenizer_that_loses_text_is_a_finding(tmp_path: Path, share: float, 
     assert f"{100 * share:g} %" in parse_page(tmp_path / "report.html").text
 
 
-def test_what_cannot_be_reported_gets_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_cannot_be_made_is_one_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder without runs, an unknown reference and a damaged list of runs are errors."""
     def error_of(*arguments: str) -> str:
         with pytest.raises(SystemExit) as stop:

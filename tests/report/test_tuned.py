@@ -30,7 +30,7 @@ def test_a_change_that_is_shown_as_zero_is_neither_gained_nor_lost(after: float)
     assert "class=bad" not in table
 
 
-def test_what_is_gained_and_lost_stands_in_the_first_table(tmp_path: Path) -> None:
+def test_gains_and_losses_are_in_the_first_table(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"kernel": {"name": "conv1d"}, "seed": 0}))
     (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss,grad_norm\n0,,2.0,\n9,1.4,,0.5\n9,,1.5,\n")
     (tmp_path / "tuned.json").write_text(json.dumps(TUNED))
@@ -47,7 +47,7 @@ def test_what_is_gained_and_lost_stands_in_the_first_table(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("answer", "cell_text"), [(" \n ", "white space"), ("", "no text"), ("a b", "a b")])
-def test_an_answer_of_which_nothing_can_be_seen_is_no_empty_cell(answer: str, cell_text: str) -> None:
+def test_an_invisible_answer_is_no_empty_cell(answer: str, cell_text: str) -> None:
     sample = {"prompt": "User: a", "reference": "b", "before": "c", "after": answer}
     assert cell_text in "".join(answers([tuned_run(samples=[sample])]))
 
@@ -60,7 +60,7 @@ def test_other_ways_of_tuning(method: str, expected_text: str) -> None:
     assert "rank" not in description
 
 
-def test_nothing_is_said_of_what_was_tuned_where_that_is_damaged(tmp_path: Path) -> None:
+def test_a_damaged_description_of_tuning_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"kernel": {"name": "conv1d"}, "seed": 0}))
     (tmp_path / "tuned.json").write_text(json.dumps(TUNED | {"tuned": {"method": 3}}))
     heading, table = changes(read(tmp_path))

@@ -134,7 +134,7 @@ def test_a_tuned_state_of_another_program_is_uploaded(server: Running, folder: P
 
 
 @pytest.mark.programs
-def test_what_one_key_has_read_is_not_in_the_cache_of_another(server: Running) -> None:
+def test_api_keys_do_not_share_cached_prompts(server: Running) -> None:
     prompt = "a secret " * 70
     with client(server, "one") as one, client(server, "two") as two:
         texts = {complete(one, "calm", prompt)["choices"][0]["text"]}
@@ -204,7 +204,7 @@ def refusal(folder: Path, *adapters: str, **options: Any) -> str:
     return str(error.value)
 
 
-def test_what_is_no_adapter_of_the_checkpoint_is_refused_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_that_does_not_fit_is_refused_before_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
     base = folder / "base.safetensors"
     other = small_model("reference", vocab_size=256, n_embd=32, generation="rwkv7", seed=1)
     other.save_pretrained(tmp_path / "other.safetensors", BYTES)
@@ -226,7 +226,7 @@ def test_what_is_no_adapter_of_the_checkpoint_is_refused_before_the_model_is_loa
 
 
 @pytest.mark.parametrize("adapters", [["a"], ["a="], ["=b"], ["a=b,a=c"], ["a=b", "a=c"], [""]])
-def test_what_is_no_list_of_names_and_paths_is_refused(adapters: list[str]) -> None:
+def test_an_invalid_list_of_names_and_paths_is_refused(adapters: list[str]) -> None:
     with pytest.raises(UserError):
         ServeConfig(adapters=adapters)
 
@@ -239,7 +239,7 @@ def test_pairs_are_read_as_they_are_written(pairs: dict[str, str]) -> None:
     assert ServeConfig(adapters=[",".join(written)]).adapter_paths == pairs
 
 
-def test_a_name_of_the_checkpoint_s_own_is_refused(folder: Path, run: Any) -> None:
+def test_the_checkpoint_s_own_name_is_refused_for_an_adapter(folder: Path, run: Any) -> None:
     shutil.copy(folder / "base.safetensors", "base.safetensors")
     for options in (("adapters=base=x",), ("adapters=m=x", "model_name=m")):
         status, _, error = run("serve", "checkpoint=base.safetensors", "port=0", *options)

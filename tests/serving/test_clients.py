@@ -1,7 +1,7 @@
 """Tests of the bodies that clients of OpenAI's interface send: each field is used, ignored or refused.
 
-The fields are those of the official client, and those that LangChain, LiteLLM, Continue, Open WebUI, aider, Cline, Vercel's AI
-SDK and vLLM's clients send besides.
+The fields are those of the official client, and additional ones of LangChain, LiteLLM, Continue, Open WebUI, aider, Cline,
+Vercel's AI SDK and vLLM's clients.
 """
 
 import json
@@ -163,7 +163,7 @@ def test_an_unknown_field_that_is_null_is_no_value(g1: Running) -> None:
 
 def test_minus_one_means_no_value(api: httpx.Client) -> None:
     answers = {chat(api, seed=-1, max_tokens=40) for _ in range(3)}
-    assert len(answers) > 1, "each time another seed"
+    assert len(answers) > 1, "each request must have another seed"
     for seed in (-2, -2**63, 2**63 - 1):
         assert chat(api, seed=seed) == chat(api, seed=seed)
         assert api.post("/completions", json={**COMPLETION, "n": 3, "seed": seed}).status_code == 200
@@ -172,7 +172,7 @@ def test_minus_one_means_no_value(api: httpx.Client) -> None:
     assert chat(api, model="") == chat(api, model=None)
 
 
-def test_options_that_ask_for_nothing_are_accepted(api: httpx.Client) -> None:
+def test_options_without_effect_are_accepted(api: httpx.Client) -> None:
     assert chat(api, logprobs=False, top_logprobs=0) == chat(api, top_logprobs=0) == chat(api)
     answers = [api.post("/completions", json={**COMPLETION, "n": 2, **fields}).json()["choices"]
                for fields in ({}, {"best_of": 2}, {"best_of": 1})]
@@ -295,7 +295,7 @@ def test_extra_slashes_change_no_address(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), NOT_HERE + OUT_OF_RANGE, ids=lambda each: str(each)[:40])
-def test_what_a_chat_cannot_have_is_named(api: httpx.Client, field: str, value: Any) -> None:
+def test_fields_that_a_chat_does_not_support_are_named(api: httpx.Client, field: str, value: Any) -> None:
     answer = api.post("/chat/completions", json={**CHAT, "logprobs": True, field: value})
     check_error(answer, field)
     assert answer.status_code == 400

@@ -60,7 +60,7 @@ def test_a_compile_beyond_its_time_ends_and_others_go_on() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts memory in pages")
 def test_memory_is_counted_in_the_systems_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pages of 64 KiB taken for 4 KiB, the limit on addresses would end a process before it compiles anything."""
+    """If pages of 64 KiB counted as 4 KiB, the limit on addresses would end a process before its first compilation."""
     before = _resident_bytes()
     monkeypatch.setattr(mmap, "PAGESIZE", 16 * mmap.PAGESIZE)
     assert _resident_bytes() > 8 * before > 0
@@ -82,7 +82,7 @@ def test_a_process_that_does_not_start_is_no_mistake_of_the_grammar() -> None:
 
 
 def test_a_process_that_was_killed_while_idle_is_started_again() -> None:
-    """A system without memory kills it, and the next grammar is not the cause."""
+    """A system without memory kills the process, which is no fault of the next grammar."""
     before = {*multiprocessing.active_children()}        # servers that are forked from this process
 
     async def work(compilers: Compilers) -> None:
@@ -133,7 +133,7 @@ def test_each_key_has_its_turn() -> None:
     assert len(ended) <= PROCESSES + 1
 
 
-def test_what_cannot_be_compiled_names_its_place() -> None:
+def test_a_grammar_that_cannot_be_compiled_is_named_by_its_field() -> None:
     async def work(compilers: Compilers) -> None:
         for grammar, place in ((Grammar.json_schema({"properties": {"a": {"type": "strin"}}}), "json_schema.properties.a: "),
                                (Grammar.lark("start: missing"), "grammar: "),

@@ -163,7 +163,7 @@ def test_json_follows_thoughts_that_the_message_has(g1: Running) -> None:
                 "response_format")
 
 
-def test_an_empty_beginning_is_none_where_anthropic_and_ollama_allow_it(g1: Running) -> None:
+def test_an_empty_last_message_begins_a_new_answer(g1: Running) -> None:
     def text(path: str, *more: Any) -> Any:
         options = {"stream": False, "options": {**SAMPLING, "num_predict": 5}} if path == "/api/chat" else {
             "max_tokens": 5, **SAMPLING, "model": "tiny"}

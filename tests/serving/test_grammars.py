@@ -87,7 +87,7 @@ def test_thoughts_come_before_an_answer(g1_api: "openai.OpenAI") -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_that_are_required_come(g1_api: "openai.OpenAI", stream: bool) -> None:
+def test_required_calls_are_made(g1_api: "openai.OpenAI", stream: bool) -> None:
     tools = [tool("weather", CITY, strict=True), tool("time", TIME), tool("ping")]
     schemas = {"weather": CITY, "time": TIME, "ping": {"type": "object"}}
     for choice in ("required", {"type": "function", "function": {"name": "time"}}):

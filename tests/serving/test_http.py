@@ -165,7 +165,7 @@ def test_an_invalid_id_is_not_returned(server: Running) -> None:
         assert request_id(answer).startswith("req_"), wrong
 
 
-def test_what_is_refused_before_it_is_read_has_an_id_too(server: Running) -> None:
+def test_a_request_refused_before_it_is_read_has_an_id(server: Running) -> None:
     assert request_id(server.exchange(b"GET /health HTTP/1.1\r\nx-request-id: mine\r\n\r\n")) == "mine"
     for data in (b"\x16\x03\x01\r\n\r\n", HOST, POST + b"x-request-id: late\r\ncontent-length: 99\r\n\r\n{"):
         made = request_id(server.exchange(data))

@@ -175,7 +175,7 @@ def test_a_client_that_closes_can_send_all_of_a_body_that_is_refused(server: Run
         assert answer.count(b"HTTP/1.1 ") == 1
 
 
-def test_what_is_no_request_is_answered_and_closed(server: Running) -> None:
+def test_invalid_data_is_answered_and_the_connection_closed(server: Running) -> None:
     """The data arrive at the same time: no HTTP, a proxy's method, long headers, half a header, nothing and half a body."""
     wrong = {b"\x16\x03\x01 hello\r\n\r\n": 400, b"CONNECT a:1 HTTP/1.1\r\nhost: localhost\r\n\r\n": 400,
              b"GET / HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 100_000: 431, b"GET /hea": 408, b"": 408,
@@ -244,7 +244,7 @@ def test_a_full_queue_is_429_and_those_in_it_are_served(server: Running) -> None
 
 
 @pytest.mark.usefixtures("idle")
-def test_who_waits_behind_a_client_that_goes_away_is_served(server: Running) -> None:
+def test_a_request_that_waits_behind_a_client_that_goes_away_is_served(server: Running) -> None:
     """One text runs, one request waits for room for four texts, and one text behind that request would have room."""
     def connect(body: dict[str, Any]) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", server.port))
@@ -281,9 +281,9 @@ def test_a_client_that_leaves_the_queue_is_no_failure_in_the_log(server: Running
 
 @pytest.mark.usefixtures("idle")
 def test_a_stream_outlives_the_deadline_for_requests(server: Running) -> None:
-    """Some clients send a line end after a body.
+    """Some clients send a newline after a body.
 
-    The server must not take the line end for a request that arrives too slowly (receive_s=1.5).
+    The server must not take the newline for a request that arrives too slowly (receive_s=1.5).
     """
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(post("/v1/completions", ENDLESS))
@@ -302,7 +302,7 @@ def test_a_server_whose_engine_ends_says_why_and_ends(start: Callable[..., Runni
         wait_until(lambda: server.running_texts() == 1)
         os.kill(engine, signal.SIGKILL)
         assert answer.result().json()["error"]["code"] == "engine_ended"
-    assert server.process.wait(20) == 1, "what watches the server starts it again"
+    assert server.process.wait(20) == 1, "a supervisor restarts the server only after a failure"
     assert "engine     the engine has stopped (SIGKILL" in server.log
 
 
@@ -416,8 +416,7 @@ def test_a_signal_while_the_model_loads_ends_the_engine_too(checkpoint: Path) ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_signal_lets_running_texts_end_and_refuses_who_waits_when_the_time_is_over(start: Callable[..., Running],
-                                                                                     stream: bool) -> None:
+def test_a_signal_lets_running_texts_end_and_refuses_waiting_requests(start: Callable[..., Running], stream: bool) -> None:
     server = start("dtype=int4", "max_rows=1", "grace_s=1", "max_tokens=100000")
     assert "on cpu, int4" in server.log
     with ThreadPoolExecutor(1) as thread, \
@@ -470,7 +469,7 @@ def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
     assert (run.returncode, run.stderr) == (2, message)
 
 
-def test_a_damaged_checkpoint_is_one_sentence(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_reported_in_one_sentence(start: Callable[..., Running], tmp_path: Path) -> None:
     """The error comes after the address, which is a URL with IPv6, too."""
     try:
         _bind(ServeConfig(host="::1", port=0)).close()
@@ -489,5 +488,5 @@ def test_a_damaged_checkpoint_is_one_sentence(start: Callable[..., Running], tmp
 @pytest.mark.parametrize(("options", "words"), [
     (("port=70000",), "port"), (("cors=*", "api_key=x"), "cors"),
     *[((f"cors={origin}",), "cors") for origin in ("localhost:3000", "https://page.example/", "https://*.example", "[https://a]")]])
-def test_a_mistake_is_one_sentence(run: Run, options: tuple[str, ...], words: str) -> None:
+def test_a_mistake_is_reported_in_one_sentence(run: Run, options: tuple[str, ...], words: str) -> None:
     one_sentence(run("serve", "checkpoint=nothing.pth", *options), words)

@@ -47,7 +47,7 @@ CLIENTS = ExitStack()
 
 @pytest.fixture(scope="module", autouse=True)
 def _clients() -> Iterator[None]:
-    """Imports the clients, which takes longer than any file here, in the process that runs these tests alone; closes them."""
+    """Imports the clients only in the process that runs these tests, because importing takes long, and closes the clients."""
     for package in ("ollama", "anthropic"):
         pytest.importorskip(package)
     with CLIENTS:

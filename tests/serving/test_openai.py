@@ -60,7 +60,7 @@ def test_a_completion_is_what_generate_gives(client: "openai.OpenAI", model: RWK
 
 
 def test_a_text_in_company_is_the_text_alone(client: "openai.OpenAI", model: RWKV) -> None:
-    """12 clients, some with streams, send prompts, lengths and seeds of their own. They are more than may run and wait."""
+    """12 clients, more than may run and wait, send different prompts, lengths and seeds. Some ask for streams."""
     import openai
 
     def ask(seed: int) -> str:
@@ -146,8 +146,7 @@ def test_chat(client: "openai.OpenAI", model: RWKV) -> None:
 def test_each_turn_of_a_chat_reads_only_what_is_new(client: "openai.OpenAI", model: RWKV) -> None:
     """What the last turn has read is cached: its prompt and its answer, but not the answer's last token, which was only drawn.
 
-    Where the template writes an answer in another way than the model, as by the space before each answer, only the prompt is of
-    use.
+    If the template renders an answer differently, for example with another space before it, only the prompt is used.
     """
     messages: list[dict[str, str]] = []
     rendered, prompt, read = "", "", ""
@@ -180,7 +179,7 @@ def test_tokenizer(server: Running) -> None:
     assert httpx.get(f"{server.url}/tokenizer_info").json()["eos_token_id"] == 0
 
 
-def test_what_a_server_tells_of_itself(server: Running) -> None:
+def test_the_server_s_description_of_itself(server: Running) -> None:
     for path in ("/health", "/ready"):
         assert httpx.get(server.url + path).json() == {"status": "ok"}
     assert httpx.get(f"{server.url}/openapi.json").json()["openapi"].startswith("3.")

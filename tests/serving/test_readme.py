@@ -1,7 +1,4 @@
-"""Runs the lines for OpenAI's client of README.md and docs/serve.md, and the example that serves and calls.
-
-All use a small model.
-"""
+"""Runs the lines for OpenAI's client in README.md and docs/serve.md, and the example with tool calls, with a small model."""
 
 import re
 import subprocess

@@ -138,7 +138,7 @@ def test_a_response_that_finds_no_room_says_that_it_is_not_stored(start: Callabl
     assert httpx.get(f"{server.url}/v1/states").json()["data"] == states
 
 
-def test_where_the_state_is_gone_all_is_read_again(client: "openai.OpenAI", api: httpx.Client) -> None:
+def test_a_response_without_its_state_reads_everything_again(client: "openai.OpenAI", api: httpx.Client) -> None:
     import openai
 
     options: dict[str, Any] = {"model": "tiny", "max_output_tokens": 12, "extra_body": {"seed": 5, "logit_bias": LETTERS}}
@@ -204,7 +204,7 @@ def test_log_probabilities_are_those_of_the_text(client: "openai.OpenAI") -> Non
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
 
 
-def test_what_no_answer_of_this_server_has_may_be_included(client: "openai.OpenAI") -> None:
+def test_include_may_name_fields_that_this_server_never_returns(client: "openai.OpenAI") -> None:
     request: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 5, "extra_body": {"seed": 1}}
     include: Any = ["reasoning.encrypted_content", "web_search_call.action.sources", "file_search_call.results"]
     assert client.responses.create(**request, include=include).output_text == client.responses.create(**request).output_text
@@ -271,7 +271,7 @@ def test_a_summary_replaces_reasoning_without_text() -> None:
         assert messages_of(items) == [ANSWER | {"reasoning_content": expected}]
 
 
-def test_what_is_written_around_calls_is_one_answer() -> None:
+def test_texts_around_calls_are_one_answer() -> None:
     """The results of calls follow the message with the calls, as templates expect."""
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
     after = {"role": "assistant", "content": "c"}

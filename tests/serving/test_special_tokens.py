@@ -1,7 +1,4 @@
-"""Tests of a server whose tokenizer writes words with their space, and has special tokens.
-
-The tests ask for texts, echo, log-probabilities and chats.
-"""
+"""Tests of a server whose tokenizer has special tokens and words with their space: texts, echo, log-probabilities, chats."""
 
 from collections.abc import Iterator
 from pathlib import Path

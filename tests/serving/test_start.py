@@ -79,7 +79,7 @@ def test_the_engine_is_warm_before_it_is_ready() -> None:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_full_gpu_ends_the_engine_with_a_sentence() -> None:
+def test_a_full_gpu_ends_the_engine_with_one_sentence() -> None:
     events: list[Any] = []
 
     def load(config: ServeConfig) -> worker.Loaded:

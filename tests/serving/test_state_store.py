@@ -158,7 +158,7 @@ def state_file(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> by
     return save(tensors, metadata | {CHECKSUM: checksum(tensors, metadata)})
 
 
-def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
+def test_other_files_are_refused_in_one_sentence(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
     content = api.get(f"/states/{make_state(api, prompt='a')['id']}/content").content
     other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
     save_context(tmp_path / "other.safetensors", prefill(other, torch.tensor([[1]])), other, BYTES)
@@ -214,7 +214,7 @@ def test_a_conversation_goes_on_from_its_messages_and_from_its_answers(api: http
 
 
 def test_a_stop_string_that_was_read_is_not_read_again(api: httpx.Client, model: RWKV) -> None:
-    """The bias makes the model write line ends, and so the template's stop string."""
+    """The bias makes the model write newlines, and so the template's stop string."""
     answer = ok(api.post("/chat/completions", json={"messages": MESSAGES, "max_tokens": 9, "save_state": True,
                                                     "logit_bias": {"10": 100}}))
     choice = answer["choices"][0]
@@ -228,7 +228,7 @@ def test_a_stop_string_that_was_read_is_not_read_again(api: httpx.Client, model:
 
 @pytest.mark.parametrize("name", ["world", "g1", "flower"])
 def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> None:
-    """Whatever the last message was, what is read before and after it is together what the template writes."""
+    """The ids that are read up to the last message and after it are together those of the whole conversation."""
     template = chat_template(name)
     keeper = ClientStates(ServeConfig(), {}, {}, BYTES, template, 0)
     tool = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -373,7 +373,7 @@ def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Ca
         assert again["usage"]["input_tokens_details"]["cached_tokens"] >= response["usage"]["total_tokens"]
         body = {"input": "long", "max_output_tokens": 1, "metadata": {"a": "b" * 300_000}}
         large = [ok(api.post("/responses", json=body)) for _ in range(4)]
-        assert api.get(f"/responses/{response['id']}").status_code == 404, "those used longest ago are dropped"
+        assert api.get(f"/responses/{response['id']}").status_code == 404, "the least recently used responses must be dropped"
         assert api.get(f"/responses/{large[-1]['id']}").status_code == 200
         assert sum(path.stat().st_size for path in states_dir.glob("resp_*.json")) <= 2**20
     other = small_model("reference", vocab_size=256, n_embd=32, seed=1)

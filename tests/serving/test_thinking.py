@@ -1,6 +1,6 @@
 """Tests of thoughts through the server: apart from the text, whole and streamed, with stops and log-probabilities.
 
-The model is a tiny one under a released model's name, and no option says how to speak to it.
+The model is a tiny one with the name of a released model, and no option names its chat template.
 """
 
 from collections.abc import Iterator
@@ -128,7 +128,7 @@ def test_an_answer_is_continued_in_its_thoughts_or_in_its_text(client: "openai.O
         {"enable_thinking": True, "chat_template_kwargs": {"think": "fake"}}, {"reasoning_effort": "max"},
         {"enable_thinking": True, "reasoning_effort": "minimal"}, {"enable_thinking": False, "reasoning_effort": "none"}))],
     ids=str)
-def test_what_does_not_go_together_is_named(server: Running, options: dict[str, Any], field: str | None) -> None:
+def test_conflicting_options_are_named(server: Running, options: dict[str, Any], field: str | None) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **options}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == (400 if field else 200)

@@ -188,7 +188,7 @@ def test_the_items_of_a_response_stand_in_the_order_in_which_they_were_written(c
 
 
 @pytest.mark.programs
-def test_a_conversation_goes_on_with_what_a_tool_gave(client: "openai.OpenAI") -> None:
+def test_a_conversation_continues_with_a_tool_s_result(client: "openai.OpenAI") -> None:
     request = request_of("a call in a fence")
     first = client.chat.completions.create(**request).choices[0].message
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": RESULT}

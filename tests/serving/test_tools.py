@@ -109,8 +109,8 @@ def test_the_prompt_shows_all_tools_whichever_are_allowed(tool_client: "openai.O
     assert whole.prompt_tokens == subset.prompt_tokens
 
 
-def test_the_template_gets_tools_calls_and_what_they_gave(tool_client: "openai.OpenAI", tmp_path: Path) -> None:
-    """The prompt has as many tokens as what the template is to write: bytes, apart from the model's own words."""
+def test_the_template_gets_tools_calls_and_results(tool_client: "openai.OpenAI", tmp_path: Path) -> None:
+    """The prompt has as many tokens as the rendered text has bytes, apart from the model's own words."""
     first = ask(tool_client, "1").choices[0].message
     messages = [{"role": "user", "content": "1"}, first.model_dump(exclude_none=True),
                 {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain 3"}]
@@ -128,7 +128,7 @@ def test_the_template_gets_tools_calls_and_what_they_gave(tool_client: "openai.O
 
 @pytest.mark.parametrize("arguments", ['{"city": "Osl', "Oslo", "[1]", "3", "", "null", None])
 def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_talk(tool_client: "openai.OpenAI", arguments: str | None) -> None:
-    """The model sees the arguments and what the tool said of them.
+    """The model sees the arguments and the tool's error message.
 
     A template may iterate over arguments, as Qwen3-Coder's does.
     """

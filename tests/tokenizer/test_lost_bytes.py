@@ -168,7 +168,7 @@ def common(first: bytes, second: bytes) -> int:
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer(SAMPLE), BPE], ids=["byte", "char", "bpe"])
-def test_what_has_all_bytes_loses_nothing_of_any_text(tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_with_all_bytes_loses_nothing_of_any_text(tokenizer: Tokenizer) -> None:
     assert LossCounter(tokenizer).never
 
 
@@ -204,7 +204,7 @@ def test_a_text_that_a_tokenizer_keeps_comes_back(tokenizer: JsonTokenizer, text
     with_change(BPE, lambda library: library.add_tokens([AddedToken("dog", rstrip=True)])),
     with_change(unigram(byte_fallback=True), lambda library: library.add_tokens(["dog"])),
 ], ids=lambda value: None)
-def test_what_may_lose_text_is_never_trusted(tokenizer: JsonTokenizer) -> None:
+def test_a_tokenizer_that_may_lose_text_is_never_trusted(tokenizer: JsonTokenizer) -> None:
     counter = LossCounter(tokenizer)
     assert counter.uncertain
     assert not counter.never

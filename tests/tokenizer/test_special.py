@@ -1,4 +1,4 @@
-"""Tests of what ends a text in each kind of tokenizer file, of special tokens, which nobody can type, and of continuations."""
+"""Tests the tokens that end a text in each kind of tokenizer file, special tokens, which nobody can type, and continuations."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_a_file_says_what_ends_a_text(specials: list[str], first: bool, end: str
 
 @pytest.mark.parametrize(("specials", "first"), [(["<unk>"], True), (["[PAD]"], True), (["[MASK]"], True), (["<x>"], False),
                                                  (["</s>", "<eos>"], False)])
-def test_a_file_that_leaves_it_open_is_refused_and_the_option_helps(tmp_path: Path, specials: list[str], first: bool) -> None:
+def test_a_file_without_an_end_of_text_requires_the_option(tmp_path: Path, specials: list[str], first: bool) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(chatml(specials, first))
     with pytest.raises(UserError, match=r"data\.end_of_text"):
@@ -105,7 +105,7 @@ def test_a_token_that_is_no_special_one_can_end_a_text_and_is_never_encoded() ->
 
 
 def test_a_definition_of_an_older_version_means_what_it_meant() -> None:
-    """Token 0, whatever it is, separated the documents that the model has learnt. The hash does not depend on it."""
+    """Token 0, whatever its name, separated the documents that the model has learnt. The hash does not depend on the name."""
     older = Tokenizer.from_dict({"kind": "json", "definition": sentencepiece_bpe()})
     newer = JsonTokenizer(sentencepiece_bpe())
     assert (older.ends, newer.ends) == ((0,), (2,))
@@ -124,12 +124,12 @@ def test_a_file_that_a_checkpoint_knows_ends_texts_as_the_checkpoint_says(tmp_pa
 
 
 @pytest.mark.parametrize("ends", [[], [10 ** 6], [-1], ["</s>"], [None]])
-def test_a_damaged_definition_is_one_sentence(ends: list[Any]) -> None:
+def test_a_damaged_definition_is_reported_in_one_sentence(ends: list[Any]) -> None:
     with pytest.raises(UserError):
         Tokenizer.from_dict({"kind": "json", "definition": sentencepiece_bpe(), "end_of_text": ends})
 
 
-def test_what_the_vocabulary_lacks_is_shown_and_ends_nothing() -> None:
+def test_unknown_words_are_shown_and_end_nothing() -> None:
     tokenizer = JsonTokenizer(wordlevel())
     ids = tokenizer.encode("cab zebra cab")
     assert (0 in ids, 0 in tokenizer.ends, tokenizer.decode(ids)) == (True, False, "cab [UNK] cab")

@@ -1,4 +1,4 @@
-"""Texts without spaces are cut before a tokenizer is trained from them."""
+"""Tests that texts without spaces are cut before a tokenizer is trained on them."""
 
 import re
 

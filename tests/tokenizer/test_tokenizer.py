@@ -25,9 +25,7 @@ REPLACEMENT = "\ufffd"
 
 
 def byte_fallback() -> JsonTokenizer:
-    """Returns a tokenizer like SentencePiece's models: words start with U+2581, and what the vocabulary lacks is spelt in
-    bytes.
-    """
+    """Returns a tokenizer like SentencePiece's: words start with U+2581, and characters without a token are spelt in bytes."""
     tokens = ["</s>", "<unk>", *(f"<0x{value:02X}>" for value in range(256)), "\u2581", *"abcdefghij", "ab", "\u2581c", "é"]
     library = tokenizers.Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)},
                                               merges=[("a", "b"), ("\u2581", "c")], unk_token="<unk>", byte_fallback=True))
@@ -141,7 +139,7 @@ def test_a_decoder_holds_back_a_bounded_number_of_ids() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", EVERY, ids=kind)
-def test_end_of_text_is_silent(tokenizer: Tokenizer) -> None:
+def test_end_of_text_has_no_characters(tokenizer: Tokenizer) -> None:
     assert tokenizer.end_of_text == 0
     assert tokenizer.decode([0, *tokenizer.encode("ace"), 0]) == "ace"
 

@@ -140,7 +140,7 @@ def test_a_files_layout_does_not_matter(tokenizer: WorldTokenizer, tmp_path: Pat
     assert Tokenizer.named(str(path)).hash == tokenizer.hash
 
 
-def test_ids_beyond_the_tokens_are_silent_and_beyond_the_vocabulary_refused(tokenizer: WorldTokenizer) -> None:
+def test_unused_ids_have_no_characters_and_ids_beyond_the_vocabulary_are_refused(tokenizer: WorldTokenizer) -> None:
     assert tokenizer.decode([0, 65530, 65535]) == ""
     with pytest.raises(UserError):
         tokenizer.decode([65536])

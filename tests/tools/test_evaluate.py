@@ -130,7 +130,7 @@ def test_a_perplexity_beyond_every_float_is_null(run: Run) -> None:
     assert evaluation.Score(texts=1, nats=1e6).word_metrics()["perplexity"] is None
 
 
-def test_a_model_that_has_diverged_is_said(run: Run) -> None:
+def test_a_model_that_has_diverged_is_reported(run: Run) -> None:
     broken = small_model("conv1d", SPACED.vocab_size)
     with torch.no_grad():
         broken.head.weight.fill_(3e38)
@@ -294,7 +294,7 @@ def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, m
     (("data=text",), "data.path"),
     (("data.path=text.txt", "tokenizer=byte"), "tokenizer=byte"),
 ])
-def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_a_mistake_is_reported_in_one_sentence(run: Run, arguments: tuple[str, ...], message: str) -> None:
     one_sentence(run("evaluate", *EVALUATED, *arguments), message)
 
 
@@ -313,7 +313,7 @@ def restore_sigint() -> None:
 
 
 @pytest.mark.programs
-def test_ctrl_c_ends_it_with_a_word_and_no_result(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_program_without_a_result(tmp_path: Path) -> None:
     small_model("conv1d", 256).save_pretrained(tmp_path / "model.ckpt", ByteTokenizer())
     (tmp_path / "text.txt").write_text("some text " * 100_000)
     command = [sys.executable, "-m", "rwkv.tools.evaluate", f"checkpoint={tmp_path / 'model.ckpt'}", "kernel=conv1d",
@@ -352,7 +352,7 @@ def test_answers_are_scored_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.programs
-def test_conversations_are_known_and_rendered_as_the_checkpoint_says(run: Run) -> None:
+def test_conversations_are_rendered_with_the_checkpoint_s_template(run: Run) -> None:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"}]
     Path("talks.jsonl").write_text(json.dumps({"messages": talk}))
     model = small_model(generation="rwkv7", vocab_size=256)

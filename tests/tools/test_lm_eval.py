@@ -66,7 +66,7 @@ def test_a_task_limits_its_answers_under_each_name_of_the_length(task: dict[str,
 
 @pytest.mark.parametrize("task", [{"max_length": 10}, {"max_gen_toks": "many"}, {"max_tokens": [3]},
                                   {"temperature": "hot"}])
-def test_a_value_that_cannot_be_is_refused(task: dict[str, Any]) -> None:
+def test_an_invalid_value_is_refused(task: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(task))):
         engine_options(task, lambda: 10)
 
@@ -169,7 +169,7 @@ def numbers(value: Any) -> list[Any]:
     ({"lora": "x"}, "unknown name lora; the names are checkpoint"), ({"pretrained": "x"}, "unknown name pretrained"),
     ({"chunk_len": "many"}, "chunk_len .* got many"), ({"chunk_len": 0}, "chunk_len .* got 0"),
     ({"batch_size": "auto"}, "--batch_size .* got auto"), ({"device": "gpu0"}, "--device .* got gpu0")])
-def test_a_wrong_argument_of_the_model_is_a_sentence(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_wrong_argument_of_the_model_is_reported_in_one_sentence(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="no lm_eval here: pip install -e '.[lm-eval]'")
     from rwkv.tools._harness import Timemix
 

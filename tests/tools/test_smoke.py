@@ -51,7 +51,7 @@ def test_smoke_fails_where_a_model_does(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.programs
 @pytest.mark.parametrize("arguments", [("nowhere.pth",), ("--out", "no/such/folder.json"), ("--kernel", "nothing")],
                          ids=str)
-def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_mistake_is_reported_in_one_sentence(arguments: tuple[str, ...], tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     result = finish(Forked(tmp_path, ("-m", "rwkv.tools.smoke", *arguments), environment))
     one_sentence((result.status, "", result.error))

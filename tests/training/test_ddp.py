@@ -79,7 +79,7 @@ def test_two_processes_leave_no_temporary_files(folder: Path, two: Done) -> None
     assert list((folder / "temporary").iterdir()) == []
 
 
-def test_two_processes_speak_with_one_voice(one: Done, two: Done) -> None:
+def test_two_processes_print_each_line_once(one: Done, two: Done) -> None:
     def first_words(text: str) -> Counter[str]:
         """Counts the first words of lines, except lines of progress bars and lines about loading."""
         lines = [line for line in text.splitlines() if line.strip() and "%|" not in line]
@@ -153,14 +153,14 @@ def test_a_signal_ends_a_process_that_waits_for_others(number: int) -> None:
     assert process.exitcode == 130
 
 
-def test_an_address_that_is_none_is_a_user_s_mistake() -> None:
+def test_an_invalid_address_is_a_user_s_mistake() -> None:
     process = preloaded().Process(target=connect_alone, args=("no such host", 1))
     process.start()
     process.join(60)
     assert process.exitcode == cli.USER_ERROR
 
 
-def test_an_interface_that_is_none_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_interface_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     with pytest.raises(UserError, match=r"nope0.*GLOO_SOCKET_IFNAME"):
         processes.launch(2, [])

@@ -36,7 +36,7 @@ def test_a_small_run_on_a_gpu_has_graphs_and_a_large_one_only_if_asked() -> None
     assert "trainer.graphs=false" in str(graphs.describe(SMALL, GPU, "cuda_v3"))
 
 
-def test_a_cpu_has_none_and_says_nothing() -> None:
+def test_a_cpu_has_no_graphs_and_prints_nothing() -> None:
     assert not graphs.uses_graphs(SMALL, CPU, "c_v0")
     assert graphs.describe(SMALL, CPU, "c_v0") is None
 
@@ -50,7 +50,7 @@ def test_a_cpu_has_none_and_says_nothing() -> None:
     (replace(SMALL, tune=TuneConfig(method="lora")), "cuda_v3", "tune=lora"),
     (replace(SMALL, model=ModelConfig(generation="rwkv7", deep_embed_dim=4)), "cuda_v3", "DeepEmbed")],
     ids=lambda value: str(value)[:20])
-def test_a_run_that_cannot_be_captured_has_none_and_is_told_why(config: TrainConfig, kernel: str, words: str) -> None:
+def test_a_run_that_cannot_be_captured_has_no_graphs_and_says_why(config: TrainConfig, kernel: str, words: str) -> None:
     assert not graphs.uses_graphs(config, GPU, kernel)
     assert words in str(graphs.describe(config, GPU, kernel))
     with pytest.raises(UserError, match=f"trainer.graphs=true cannot be used, because .*{words}"):
@@ -130,7 +130,7 @@ def test_a_run_with_replays_is_the_run_without_to_the_bit(generation: str, preci
     assert all(map(torch.equal, weights, expected_weights))
 
 
-def test_what_a_replay_cannot_compute_is_computed_as_usual() -> None:
+def test_passes_that_a_replay_cannot_compute_are_computed_as_usual() -> None:
     model = small_model("c_v0", generation="rwkv7")
     replay = model.replay = Replay(model, FakeGraph)
     plain = small_model("c_v0", generation="rwkv7")

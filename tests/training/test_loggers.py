@@ -93,14 +93,14 @@ def test_the_users_settings_win_over_defaults_and_options_over_both(tmp_path: Pa
 
 @pytest.mark.parametrize(("name", "value"), [("WANDB_PROJECT", "a/b"), ("WANDB_MODE", "sometimes"), ("WANDB_RUN_ID", "a/b"),
                                              ("WANDB_RESUME", "maybe")])
-def test_a_setting_that_wandb_refuses_is_a_sentence_before_the_data_are_read(name: str, value: str,
-                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_wandb_refuses_is_an_error_before_the_data_are_read(name: str, value: str,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="W&B rejected"):
         loggers.require(CONFIG)
 
 
-def test_a_user_without_a_home_directory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_directory_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers run as users whom the system does not know."""
     monkeypatch.delenv("HOME")
     monkeypatch.setattr(Path, "expanduser", fail(RuntimeError("Could not determine home directory.")))
@@ -115,7 +115,7 @@ def fail(error: Exception) -> Any:
     return call
 
 
-def test_a_login_that_fails_is_a_sentence_before_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_login_that_fails_is_an_error_before_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan needs no login."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setattr(wandb, "login", fail(wandb.errors.AuthenticationError("no answer")))
@@ -124,8 +124,8 @@ def test_a_login_that_fails_is_a_sentence_before_the_data_are_read(monkeypatch: 
     loggers.require(CONFIG, logs_nothing=True)
 
 
-def test_a_server_that_refuses_a_run_ends_the_run_with_a_sentence_and_no_finished_sweep(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_refuses_a_run_ends_the_run_but_no_finished_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                                        capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(wandb, "init", fail(wandb.errors.CommError("run x was previously created and deleted")))
     with pytest.raises(UserError, match=r"previously created and deleted.*logger=csv"):
@@ -190,7 +190,7 @@ def test_wandb_that_the_user_has_disabled_writes_nothing(tmp_path: Path, monkeyp
     assert "disabled" in capsys.readouterr().err
 
 
-def test_a_broken_wandb_is_a_sentence_before_the_data_are_read(run: Run, tmp_path: Path) -> None:
+def test_a_broken_wandb_is_an_error_before_the_data_are_read(run: Run, tmp_path: Path) -> None:
     """A module whose import fails replaces the installed wandb."""
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "broken").mkdir()
@@ -206,7 +206,7 @@ def test_a_broken_wandb_is_a_sentence_before_the_data_are_read(run: Run, tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "broken"}, "the data must not be read"
 
 
-def test_names_that_a_class_of_the_user_does_not_get_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_arguments_of_a_user_s_class_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = LoggerConfig(name="mine", _target_="lightning.pytorch.loggers.CSVLogger", project="ours", run_name="this",
                           arguments=[f"save_dir={tmp_path}"])
     loggers.require(config)

@@ -65,7 +65,7 @@ def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_in_float32(gpu: FakeGpu) ->
     assert default_dtype("cpu") == "float32"
 
 
-def test_tf32_without_tf32_is_one_sentence(gpu: FakeGpu) -> None:
+def test_tf32_on_a_device_without_it_is_reported_in_one_sentence(gpu: FakeGpu) -> None:
     with pytest.raises(UserError, match="requires a GPU, but this run is on a CPU"):
         resolve_precision("tf32", "cpu")
     gpu(7)

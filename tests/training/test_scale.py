@@ -60,7 +60,7 @@ def test_compiled_blocks_give_the_same_gradients_and_loss(generation: str, witho
         assert compiled.loss(*batch) == pytest.approx(float(plain.loss(*batch).detach()), abs=1e-6)
 
 
-def test_compiling_without_a_compiler_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiling_without_a_compiler_is_reported_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError):
         task(compile=True)
@@ -71,7 +71,7 @@ def test_compiling_without_a_compiler_gets_a_sentence(monkeypatch: pytest.Monkey
     ({"strategy": "ddp", "devices": 3}, "data.batch_size"),
     ({"strategy": "ddp", "devices": 2, "num_nodes": 2}, "torchrun"),
 ])
-def test_processes_that_cannot_be_get_a_sentence(options: dict[str, object], part: str) -> None:
+def test_impossible_numbers_of_processes_are_reported_in_one_sentence(options: dict[str, object], part: str) -> None:
     with pytest.raises(UserError) as error:
         process_count(TrainerConfig(accelerator="cpu", **options), batch_size=8)
     assert part in str(error.value)

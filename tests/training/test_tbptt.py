@@ -132,7 +132,7 @@ def test_the_state_goes_on_to_the_next_step_without_gradient(generation: str) ->
 @pytest.mark.parametrize(("generation", "compiled"), [("rwkv4", False), pytest.param("rwkv4", True, marks=pytest.mark.compiles),
                                                        ("rwkv7", False)])
 @pytest.mark.filterwarnings("ignore")    # torch.compile warns about its own code
-def test_what_makes_room_changes_no_gradient(generation: str, compiled: bool, without_code_generator: None) -> None:
+def test_options_that_save_memory_change_no_gradient(generation: str, compiled: bool, without_code_generator: None) -> None:
     plain, other = (make_task(n_layer=1, generation=generation, **options)
                     for options in ({}, {"activation_checkpointing": True, "compile": compiled}))
     data = batch()

@@ -46,8 +46,8 @@ def whole(folder: Path) -> Done:
 
 
 @pytest.mark.parametrize(("stream", "kind"), [("stderr", "terminal"), ("stderr", "none"), ("stdout", "pipe")])
-def test_training_goes_on_where_nobody_reads_what_it_says(run: Run, monkeypatch: pytest.MonkeyPatch, stream: str,
-                                                          kind: str) -> None:
+def test_training_continues_if_nobody_reads_its_output(run: Run, monkeypatch: pytest.MonkeyPatch, stream: str,
+                                                       kind: str) -> None:
     """The stream is a pipe without a reader, a closed terminal or, as after `2>&-`, missing."""
     Path("text.txt").write_text(TEXT, encoding="utf-8")
     with unread_stream(kind) as unread, monkeypatch.context() as patch:
@@ -105,7 +105,7 @@ def test_the_model_learns(folder: Path, whole: Done) -> None:
     assert losses(folder / "whole", "val/loss")[200] < 2.5
 
 
-def test_the_result_is_said_and_no_library_warns(whole: Done) -> None:
+def test_the_result_is_printed_and_no_library_warns(whole: Done) -> None:
     for part in ("resume=auto: there is no run to continue", "val/loss", "val/bpb",
                  "python generate.py checkpoint=whole prompt="):
         assert part in whole.error

@@ -1,4 +1,4 @@
-"""Copies of a document are in one split, whatever holds the documents, and are counted."""
+"""Tests that copies of a document are in one split, whatever the format of the documents, and are counted."""
 
 import dataclasses
 import gzip
@@ -66,7 +66,7 @@ KINDS: list[Writer] = [as_lines, as_compressed_list, as_files, as_separated_text
 
 
 def documents(corpus: Corpus) -> tuple[list[str], list[str]]:
-    """The texts of the documents in (training, validation)."""
+    """Returns the texts of the documents in (training, validation)."""
     splits = (np.split(split[:], split.starts[1:]) for split in (corpus.train, corpus.val))
     train, val = (["".join(map(chr, ids.tolist())).strip("\0") for ids in split] for split in splits)
     return train, val
@@ -95,7 +95,7 @@ def test_documents_that_differ_are_divided_as_before(tmp_path: Path, written: Wr
 
 @pytest.mark.parametrize("written", KINDS)
 def test_equal_documents_alone_can_be_trained_on(tmp_path: Path, written: Writer) -> None:
-    """The plan warns of them (tests/training/plan/test_plan.py), except where a document is divided."""
+    """The plan warns of equal documents (tests/training/plan/test_plan.py), except where a document is divided."""
     corpus = prepare(written(tmp_path, [TEXTS[4]] * 20), 2)
     assert min(len(corpus.train), len(corpus.val)) > 2
 

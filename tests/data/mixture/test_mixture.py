@@ -1,4 +1,4 @@
-"""data=mix: sources and their kinds, the order of their windows, validation of each, and resuming."""
+"""Tests of data=mix: sources and their kinds, the order of their windows, validation of each, and resuming."""
 
 import dataclasses
 import itertools
@@ -89,7 +89,7 @@ def test_a_path_says_the_kind_and_the_name(folder: Path, path: str, kind: str, n
     ([{"path": "a.jsonl", "val_fraction": 2, "weight": 1}], ("val_fraction", "2")),
     ([{"path": "a.jsonl", "name": "a/b", "weight": 1}], ("name", "a/b")), (["a.jsonl"], ("a.jsonl",)),
     ([{"path": "tokens", "weight": 1}], ("tokens", "data.tokenizer"))])
-def test_a_wrong_source_is_one_sentence(folder: Path, sources: list[Any], named: tuple[str, ...]) -> None:
+def test_a_wrong_source_is_reported_in_one_sentence(folder: Path, sources: list[Any], named: tuple[str, ...]) -> None:
     of_ids = sources == [{"path": "tokens", "weight": 1}]
     config = DataConfig(name="mix", sources=sources, tokenizer="bpe" if of_ids else "byte")
     with pytest.raises(UserError) as caught:
@@ -158,7 +158,7 @@ def test_copies_in_other_sources_may_differ_in_white_space(folder: Path, tokeniz
 
 
 def documents(tokens: TokenArray) -> list[list[int]]:
-    """The ids of each document, without end_of_text before it."""
+    """Returns the ids of each document, without the end_of_text before it."""
     return [tokens[begin + 1:end].tolist() for begin, end in itertools.pairwise(tokens.bounds.tolist())]
 
 

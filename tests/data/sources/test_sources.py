@@ -1,4 +1,4 @@
-"""data=stdlib, text, jsonl and hf: the documents of each split, the splitting of long texts, and wrong input."""
+"""Tests of data=stdlib, text, jsonl and hf: the documents of each split, the splitting of long texts, and wrong input."""
 
 import dataclasses
 import gzip
@@ -42,14 +42,14 @@ def of_kind(config: DataConfig, name: str, path: Path, **options: object) -> Dat
 
 
 def texts(config: DataConfig) -> tuple[list[str], list[str]]:
-    """The documents of (training, validation)."""
+    """Returns the documents of (training, validation)."""
     found = list(open_source(config, Path(config.cache_dir)).documents())
     return (["".join(document.chunks) for document in found if not document.val],
             ["".join(document.chunks) for document in found if document.val])
 
 
 def bytes_of(prepared: Corpus) -> tuple[list[str], list[str]]:
-    """The documents of both splits, from the ids of the byte tokenizer."""
+    """Returns the documents of both splits, decoded from the ids of the byte tokenizer."""
     train, val = ("".join(map(chr, split[:])).encode("latin1") for split in (prepared.train, prepared.val))
     return train.decode()[1:].split("\0"), val.decode()[1:].split("\0")
 
@@ -158,7 +158,7 @@ def test_links_read_no_file_twice(config: DataConfig, tmp_path: Path, pattern: s
 @pytest.mark.parametrize("kind", ["text", "jsonl", "chat"])
 @pytest.mark.parametrize("pattern", ["", "*l*", "**/*"])
 def test_a_link_to_a_missing_file_is_named(config: DataConfig, tmp_path: Path, kind: str, pattern: str) -> None:
-    """Its text would be missing from the data."""
+    """Without the error, the file's text would silently be missing from the data."""
     books, ending = tmp_path / "books", ".txt" if kind == "text" else ".jsonl"
     books.mkdir()
     (books / f"all{ending}").write_text('{"text": "a"}\n' * 99)
@@ -186,7 +186,7 @@ def write_lines(path: Path, documents: list[str], field: str = "text") -> Path:
 
 
 def test_a_row_whose_text_is_null_has_no_text(config: DataConfig, tmp_path: Path) -> None:
-    """The library `datasets` writes null for a row without a text, and data=hf reads the same file as this."""
+    """The library `datasets` writes null for a row without a text, and data=hf reads such a file in the same way."""
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for word in WORDS for text in (None, word)))
     lines = of_kind(config, "jsonl", path)
@@ -337,7 +337,8 @@ def test_folders_and_patterns_of_parquet(config: DataConfig, tmp_path: Path, pat
 
 @pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
 @pytest.mark.filterwarnings("ignore")                    # the library's own
-def test_what_the_library_cannot_find_is_named(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_the_library_cannot_find_is_named(config: DataConfig, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """The library takes a file that it cannot read for a name on the Hub, and the path of a folder for a pattern."""
     import datasets
 
@@ -438,7 +439,7 @@ def test_a_key_that_an_object_has_twice_is_named(config: DataConfig, tmp_path: P
 
 
 def test_a_complete_cache_need_not_be_written(config: DataConfig) -> None:
-    """Folders that stand where its files are refuse a write, for every user."""
+    """Folders in place of the cache's files refuse a write, even by root."""
     Path(str(config.path)).write_text(TEXT)
     before = bytes_of(prepare(config, 16))
     for path in Path(config.cache_dir).glob("contents-*.json"):
@@ -479,7 +480,7 @@ def test_marks_that_end_documents_are_counted_and_separate(config: DataConfig, t
     assert f"data.separator={shlex.quote(mark)}" in describe({mark: 3}, takes_separator=True)
 
 
-def test_what_only_resembles_a_mark_is_none() -> None:
+def test_a_text_that_only_resembles_a_mark_is_no_mark() -> None:
     assert not marks(["if a <end> b", "<s>old</S>", "a | end | b", "x[END]", "<|user|>", "<br/>", "[sep]", "List<EosType>"])
 
 
@@ -508,7 +509,7 @@ def test_a_wrong_line_is_named(config: DataConfig, tmp_path: Path, content: byte
 
 @pytest.mark.parametrize("place", [70_000, 199_990])
 def test_a_character_that_cannot_be_encoded_is_named_by_its_place_in_the_file(config: DataConfig, place: int) -> None:
-    """In a later piece of the training text, and in the validation text."""
+    """The character is in a later piece of the training text, or in the validation text."""
     text = "line\n" * 40_000
     Path(str(config.path)).write_text(f"{text[:place]}\0{text[place + 1:]}")
     refuses(config, f"character {place} ")

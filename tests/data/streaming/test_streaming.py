@@ -1,4 +1,4 @@
-"""data.streaming: the batches of a stream, their order for any number of processes, exact continuation, and wrong input."""
+"""Tests of data.streaming: a stream's batches, their order for any number of processes, exact continuation, wrong input."""
 
 import dataclasses
 import gc
@@ -64,7 +64,7 @@ def read(batches: Iterable[Any]) -> list[Any]:
 
 
 def plain(state: Any) -> Any:
-    """The state as a checkpoint brings it back: torch.load with weights_only takes the same containers."""
+    """Returns the state as a checkpoint restores it, by torch.load with weights_only."""
     return torch.load(_saved(state), weights_only=True)
 
 
@@ -78,7 +78,7 @@ def _saved(state: Any) -> Any:
 
 
 def documents_of(batches: list[Any]) -> list[list[str]]:
-    """The whole documents of each lane in turn: between two ends of text."""
+    """Returns the documents of each lane, which are the tokens between two end-of-text tokens."""
     lanes = [list(itertools.chain.from_iterable(row)) for row in zip(*(x for x, _ in batches), strict=True)]
     return [[bytes(ids).decode(errors="replace") for is_text, ids in
              ((key, list(group)) for key, group in itertools.groupby(lane, bool)) if is_text] for lane in lanes]
@@ -238,7 +238,7 @@ def test_a_stream_continues_with_another_number_of_processes(config: DataConfig,
     begun = [loader(config, rank=rank, world=before) for rank in range(before)]
     for each in begun:
         read(itertools.islice(each, 23))
-    states = [each.state_dict() for each in begun]       # without a group of processes, each has its own alone
+    states = [each.state_dict() for each in begun]       # without a process group, each state is that of one process
     state = plain(states[0] | {"sources": [join_states([one["sources"][0] for one in states])]})
     continued = [loader(config, rank=rank, world=after) for rank in range(after)]
     for each in continued:
@@ -263,7 +263,7 @@ def test_a_continued_stream_continues_again(config: DataConfig) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_a_reader_that_is_dropped_closes_its_file(tmp_path: Path, name: str) -> None:
-    """Otherwise the file would stay open until Python's garbage collector runs, which reports it now and then."""
+    """Otherwise the file would stay open until Python's garbage collector runs."""
     path = tmp_path / name
     path.write_bytes(gzip.compress(lines_of(TEXTS)) if name.endswith(".gz") else lines_of(TEXTS))
     gc.disable()
@@ -276,14 +276,14 @@ def test_a_reader_that_is_dropped_closes_its_file(tmp_path: Path, name: str) -> 
 
 
 def test_a_state_is_small(config: DataConfig, tmp_path: Path) -> None:
-    """It has positions, and no text: neither of the buffer nor of unfinished documents."""
+    """A state has positions, but no text of the buffer or of unfinished documents."""
     each = loader(config, shuffle_buffer=140)
     read(itertools.islice(each, 30))
     assert len(json.dumps(each.state_dict())) < 1000
 
 
 @pytest.mark.parametrize("change", ["longer", "shorter", "begins otherwise", "middle", "gone", "one more file"])
-def test_a_file_that_has_changed_is_one_sentence(tmp_path: Path, change: str) -> None:
+def test_a_file_that_has_changed_is_reported_in_one_sentence(tmp_path: Path, change: str) -> None:
     from rwkv.data.loaders import DataModule
 
     path = tmp_path / "d" / "a.jsonl"
@@ -332,8 +332,8 @@ WRONG: list[tuple[bytes, dict[str, Any], tuple[str, ...]]] = [
 @pytest.mark.parametrize(("workers", "content", "options", "named"), [
     *((0, *case) for case in WRONG),
     *(pytest.param(1, *case, marks=() if "UTF-8" in case[2] else pytest.mark.soak) for case in WRONG)])
-def test_a_wrong_stream_is_one_sentence(tmp_path: Path, workers: int, content: bytes, options: dict[str, Any],
-                                        named: tuple[str, ...]) -> None:
+def test_a_wrong_stream_is_reported_in_one_sentence(tmp_path: Path, workers: int, content: bytes, options: dict[str, Any],
+                                                    named: tuple[str, ...]) -> None:
     from rwkv.data.loaders import worker_error
 
     path = tmp_path / f"a.jsonl{options.get('ending', '')}"
@@ -348,7 +348,7 @@ def test_a_wrong_stream_is_one_sentence(tmp_path: Path, workers: int, content: b
 
 def test_a_row_that_cannot_be_read_is_skipped_as_an_empty_one_is_and_named_once(tmp_path: Path,
                                                                                capfd: pytest.CaptureFixture[str]) -> None:
-    """The run could not be resumed with a corrected file, which is not the file that the run began with."""
+    """The run cannot be resumed with a corrected file, because a run must read the files that it began with."""
     windows = {}
     for name, line in (("empty", b'{"text": ""}   '), ("damaged", b'{"text": "cut o')):
         path = tmp_path / f"{name}.jsonl"
@@ -423,7 +423,7 @@ def test_a_data_set_is_read_as_the_same_lines_are(config: DataConfig, tmp_path: 
 
 @HF
 @LEFT_OPEN
-def test_a_wrong_data_set_is_one_sentence(tmp_path: Path, quiet: Any) -> None:
+def test_a_wrong_data_set_is_reported_in_one_sentence(tmp_path: Path, quiet: Any) -> None:
     quiet({"body": TEXTS}).to_parquet(tmp_path / "a.parquet")
     quiet({"text": TEXTS, "n": TEXTS}).to_parquet(tmp_path / "b.parquet")
     quiet({"body": TEXTS}).to_parquet(tmp_path / "c.parquet")

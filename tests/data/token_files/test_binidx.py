@@ -1,4 +1,4 @@
-"""data=binidx: files of Megatron and RWKV-LM, read without a copy; wrong files are named."""
+"""Tests of data=binidx: files of Megatron and RWKV-LM, read without a copy; wrong files are named."""
 
 import dataclasses
 import itertools
@@ -172,7 +172,7 @@ def test_its_tokenizer_must_be_named(config: DataConfig, tmp_path: Path) -> None
         prepare(dataclasses.replace(config, tokenizer="bpe"), 16, given_one)
 
 
-def test_of_ids_made_elsewhere_the_unknown_tokens_are_known(config: DataConfig, tmp_path: Path) -> None:
+def test_unknown_tokens_among_ids_made_elsewhere_are_counted(config: DataConfig, tmp_path: Path) -> None:
     write(tmp_path / "data", [[2, 3, 4, 2, 3] * (10 + number) + [1] * (number % 3 == 0) + [0] for number in range(40)])
     some = prepare(config, 16, with_unknown("abc"))
     assert some.unknown == pytest.approx((some.val[:] == 1).mean())
@@ -193,7 +193,7 @@ NUMBERS = [0, 1, 2, 10]
 
 
 def write_parts(folder: Path, name: str) -> list[int]:
-    """Parts of DOCUMENTS in the order of their numbers, with ids of several types; the ids of all."""
+    """Writes parts of DOCUMENTS in the order of their numbers, with ids of several types. Returns the ids of all parts."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, (number, dtype) in enumerate(zip(NUMBERS if "of" not in name else range(4), (*CODES, *CODES), strict=False)):
         write(folder / name.format(number), [[*document, 0] for document in DOCUMENTS[10 * part:10 * part + 10]], dtype)

@@ -1,4 +1,4 @@
-"""data=datatrove: shards of datatrove's DocumentTokenizer, read in place; wrong files are named."""
+"""Tests of data=datatrove: shards of datatrove's DocumentTokenizer, read in place; wrong files are named."""
 
 import dataclasses
 import itertools

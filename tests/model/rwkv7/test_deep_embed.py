@@ -112,7 +112,8 @@ def test_int4_files_keep_the_tables_in_bfloat16(model: RWKV, model_file: Path, t
 
 
 @pytest.mark.parametrize(("name", "form"), [("model.gguf", None), ("model.bin", None), ("model", "fla"), ("model", "official")])
-def test_formats_without_a_place_for_it_are_refused(model_file: Path, tmp_path: Path, name: str, form: str | None) -> None:
+def test_formats_that_cannot_store_deep_embed_are_refused(model_file: Path, tmp_path: Path, name: str,
+                                                          form: str | None) -> None:
     with pytest.raises(UserError):
         write_checkpoint(read_checkpoint(model_file), tmp_path / name, layout=form)
     assert not (tmp_path / name).exists()
@@ -134,7 +135,7 @@ def test_a_damaged_file_names_the_tensor(model: RWKV, tmp_path: Path, changes: d
 # Training and generation
 
 
-def test_it_begins_as_the_model_without_it_and_learns() -> None:
+def test_a_new_model_equals_one_without_deep_embed_and_learns() -> None:
     """A new model has the logits of the model without DeepEmbed, and all tensors of DeepEmbed get gradients in training."""
     model = deep_embed_model(vocab_size=20).init_weights()
     without = {name: weight for name, weight in model.state_dict().items() if name not in TENSORS}
@@ -165,7 +166,7 @@ def test_packed_texts_are_read_as_each_alone(model: RWKV) -> None:
     torch.testing.assert_close(packed, alone, rtol=0, atol=4e-5)
 
 
-def test_its_tables_get_no_adapter(model: RWKV) -> None:
+def test_the_tables_get_no_adapter(model: RWKV) -> None:
     """LoRA adapts the linear layers, but not the tables of DeepEmbed."""
     layers = "att.receptance", "att.key", "att.value", "att.output", "ffn.key", "ffn.value"
     assert linear_layer_names(model.config) == list(layers)

@@ -138,13 +138,13 @@ def test_ranks_that_are_not_given_are_the_trainers(n_embd: int, ranks: tuple[int
     assert actual.n_ffn == 4 * n_embd
 
 
-def test_a_width_that_is_no_whole_number_of_heads_is_one_sentence() -> None:
+def test_a_width_that_is_no_whole_number_of_heads_is_reported_in_one_sentence() -> None:
     with pytest.raises(UserError):
         shapes(ModelConfig(generation="rwkv7", n_embd=100), 50)
 
 
 @pytest.mark.parametrize(("generation", "name"), [("rwkv4", "head_size"), ("rwkv4", "v_low_rank_dim"), ("rwkv7", "n_att")])
-def test_an_option_of_another_generation_is_one_sentence(generation: str, name: str) -> None:
+def test_an_option_of_another_generation_is_reported_in_one_sentence(generation: str, name: str) -> None:
     with pytest.raises(UserError, match=name):
         RWKV(ModelConfig(generation=generation, **{name: 32}), 50, None)
 

@@ -101,7 +101,7 @@ def test_documents_have_prompts_too(run: Run) -> None:
 @pytest.mark.programs
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have only names in Unicode")
 def test_a_folder_whose_name_is_not_utf_8(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old archives contain such names, of files with texts too."""
+    """Old archives contain folders and files with such names."""
     inside = folder / os.fsdecode(b"b\xe9b\xe9")
     (inside / "texts").mkdir(parents=True)
     for number in range(3):
@@ -193,7 +193,7 @@ def test_a_tokenizer_without_the_letters_of_the_default_text_has_no_general_text
 
 
 @pytest.mark.programs
-def test_a_run_that_goes_on_with_its_training_is_not_compared_unless_asked(run: Run) -> None:
+def test_a_run_that_continues_pretraining_is_not_compared_unless_asked(run: Run) -> None:
     Path("text.txt").write_text("".join(f"line {number} of a longer text\n" for number in range(300)))
     text = (*OPTIONS, "data=text", "data.path=text.txt", "trainer.max_steps=1")
     assert run("train", *text, "out_dir=on")[0] == 0

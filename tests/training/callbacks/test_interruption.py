@@ -1,5 +1,7 @@
-"""Tests that a stopped run continues to the bit, whoever stops it: a batch system or a closing terminal. No variable of a
-batch system may change a run."""
+"""Tests that a run stopped by a batch system or a closing terminal continues to the bit.
+
+No variable of a batch system may change a run.
+"""
 
 import json
 import os
@@ -95,7 +97,8 @@ def test_one_process_is_one_process_in_any_batch_system(folder: Path, whole: Pat
     assert losses(tmp_path / "run") == losses(whole)
 
 
-def test_an_incomplete_environment_of_torchrun_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_environment_of_torchrun_is_reported_in_one_sentence(folder: Path,
+                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "inherited")
     monkeypatch.delenv("RANK", raising=False)
     result = done_here(folder, "train", *RUN, "out_dir=torchelastic")
@@ -141,7 +144,7 @@ def test_the_best_checkpoint_is_continued_where_it_is_the_only_one(folder: Path,
     assert_same_training(tmp_path / "killed", tmp_path / "whole")
 
 
-def test_a_stop_that_cannot_be_saved_is_said_and_loses_nothing_that_was(folder: Path, tmp_path: Path) -> None:
+def test_a_failed_save_at_a_stop_is_reported_and_loses_no_earlier_checkpoint(folder: Path, tmp_path: Path) -> None:
     """A file is in the place of the checkpoints' folder, so that not even root can write a checkpoint."""
     run = tmp_path / "run"
     process = forked(folder, *RUN, "trainer.max_steps=100000", f"out_dir={run}")

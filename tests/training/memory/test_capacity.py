@@ -53,7 +53,7 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], 
     assert free_memory(CPU, write_files(tmp_path, **MEMINFO, **files)) == free
 
 
-def test_what_there_is_here_can_be_told(tmp_path: Path) -> None:
+def test_free_memory_and_disk_space_of_this_machine_are_known(tmp_path: Path) -> None:
     free = free_memory(CPU)
     assert free is None or free > 10 * MIB
     assert free_disk(tmp_path / "not" / "there") > 0
@@ -62,7 +62,7 @@ def test_what_there_is_here_can_be_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
-def test_the_memory_of_this_process_can_be_told(tmp_path: Path) -> None:
+def test_the_memory_of_this_process_is_known(tmp_path: Path) -> None:
     block = torch.ones(64 * MIB // 4)
     assert block.nbytes + 100 * MIB < resident_memory() <= peak_memory_mib(CPU) * MIB
     assert resident_memory(tmp_path) == 0, "without /proc the result must be 0"
@@ -139,7 +139,7 @@ def test_a_resumed_run_is_advised_to_change_only_what_may_change(free: int, reme
     assert not [key for key in ("data.batch_size", "trainer.accumulate", "optim=", "model") if key in message]
 
 
-def test_where_no_option_suffices_the_advice_is_what_to_lessen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_option_suffices_the_advice_names_what_to_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
     wide, busy = configured(1, 64, 1, 10**7), configured(1, 64, 1, 16)
     busy.data.num_workers = 1000
     assert str(capacity_error(wide, GB, 2048, monkeypatch)).endswith("use a smaller data.batch_size= or model.ctx_len=")

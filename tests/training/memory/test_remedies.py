@@ -17,7 +17,7 @@ OPTIONS = ("model=rwkv7_1.5b", "model.ctx_len=1024", "data.batch_size=8", "train
 LARGE: TrainConfig = composed("train", *OPTIONS)
 
 
-def test_what_is_advised_can_be_typed_and_takes_the_memory_that_is_said() -> None:
+def test_advised_options_can_be_typed_and_need_the_stated_memory() -> None:
     for remedy in remedies(LARGE, V, 1, "cuda", 12 * GIB):
         config = composed("train", *OPTIONS, *remedy.options.split())
         check_new_run(config, [])
@@ -62,7 +62,7 @@ def test_no_advice_contradicts_the_run_s_other_options(config: TrainConfig) -> N
         assert "optim_in_backward" not in remedy.options
 
 
-def test_what_a_run_has_already_is_not_advised() -> None:
+def test_options_that_a_run_has_already_are_not_advised() -> None:
     frugal = replace(LARGE, trainer=replace(LARGE.trainer, activation_checkpointing=True),
                      optim=replace(LARGE.optim, grad_clip=0.0))
     assert not any("activation_checkpointing" in line or "grad_clip" in line for line in advice_lines(frugal, 24 * GIB))

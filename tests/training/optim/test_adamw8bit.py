@@ -49,7 +49,7 @@ def test_zeros_stay_and_a_second_moment_never_becomes_one() -> None:
     assert dequantized(*quantized(numbers, False), False)[2:].equal(numbers[2:])
 
 
-def test_what_is_rounded_again_stays() -> None:
+def test_rounding_again_changes_nothing() -> None:
     numbers = torch.randn(4 * BLOCK, generator=torch.Generator().manual_seed(0))
     for signed in (True, False):
         once = quantized(numbers if signed else numbers.square(), signed)
@@ -85,7 +85,7 @@ def test_the_first_step_is_adamw_to_the_bit_and_later_ones_are_near() -> None:
     assert (ours - theirs).norm() < 0.1 * theirs.norm()
 
 
-def test_a_large_parameter_is_updated_in_chunks_of_no_consequence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_chunks_changes_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = (5 * LEAST // 16, 16)
     whole = steps(AdamW8bit, 3, shape)
     monkeypatch.setattr(adamw8bit, "CHUNK", 2 * LEAST)

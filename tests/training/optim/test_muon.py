@@ -47,7 +47,7 @@ def train(parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer
     return [parameter.detach().clone() for parameter in parameters]
 
 
-def test_in_its_directions_matrices_move_as_under_torchs_muon_and_the_rest_as_under_adamw() -> None:
+def test_matrices_are_updated_as_by_torchs_muon_and_the_rest_as_by_adamw() -> None:
     def newton_schulz(matrices: Tensor) -> Tensor:
         return torch.stack([_zeropower_via_newtonschulz(matrix, *TORCH_OPTIONS) for matrix in matrices])
 
@@ -75,7 +75,7 @@ def test_from_a_saved_state_training_goes_on_to_the_bit(row_beta: float) -> None
         assert torch.equal(one, other)
 
 
-def test_a_schedule_moves_the_rates_of_both() -> None:
+def test_a_schedule_applies_to_both_kinds_of_groups() -> None:
     hidden, others = matrices(), vectors()
     optimizer = muon(hidden, others)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < 1))
@@ -110,7 +110,7 @@ def test_no_singular_value_outgrows_the_others(rank: int) -> None:
     assert torch.linalg.svdvals(orthogonal(many).float()).max() < 1.65
 
 
-def test_nothing_comes_of_no_gradient() -> None:
+def test_a_zero_gradient_gives_a_zero_direction() -> None:
     assert torch.equal(orthogonal(torch.zeros(2, 4, 6)), torch.zeros(2, 4, 6))
 
 
@@ -175,7 +175,7 @@ def test_the_state_is_what_the_next_step_starts_from() -> None:
     assert set(next(iter(optimizer.state.values()))) == {"momentum", "rows"}
 
 
-def test_the_state_of_other_groups_is_refused_with_a_sentence() -> None:
+def test_the_state_of_other_groups_is_refused_in_one_sentence() -> None:
     hidden, others = matrices(), vectors()
     state = muon(hidden, others).state_dict()
     with pytest.raises(UserError):

@@ -158,7 +158,7 @@ def test_a_run_is_the_same_with_and_without_and_after_a_kill(tmp_path: Path) -> 
     ({"trainer": {"grad_norms": True}}, "trainer.grad_norms"),
     ({"trainer": {"graphs": True}}, "trainer.graphs"),
 ], ids=str)
-def test_what_needs_all_gradients_is_refused_by_name(options: dict[str, dict[str, Any]], part: str) -> None:
+def test_options_that_need_all_gradients_are_refused_by_name(options: dict[str, dict[str, Any]], part: str) -> None:
     config = TrainConfig(optim=OptimConfig(**UNCLIPPED | options.get("optim", {})),
                          trainer=TrainerConfig(optim_in_backward=True, **options.get("trainer", {})))
     with pytest.raises(UserError) as error:
@@ -168,6 +168,6 @@ def test_what_needs_all_gradients_is_refused_by_name(options: dict[str, dict[str
 
 
 @pytest.mark.programs
-def test_the_default_clipping_is_refused_in_a_sentence(run: Run) -> None:
+def test_the_default_clipping_is_refused_in_one_sentence(run: Run) -> None:
     Path("text.txt").write_text(TEXT)
     one_sentence(run("train", *SMALL, IN_BACKWARD), "trainer.optim_in_backward", "optim.grad_clip=0")

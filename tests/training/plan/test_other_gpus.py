@@ -56,7 +56,7 @@ def test_on_the_gpu_that_was_measured_the_plan_has_the_measured_speed(row: Measu
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
 def test_the_formulas_of_memory_are_near_what_was_measured_on_a_gpu(row: MeasuredStep) -> None:
-    """The measured loop freed the gradients before the next forward pass. A run frees the gradients after this pass."""
+    """The measured loop freed the gradients before the next forward pass, whereas a run frees its gradients after that pass."""
     stored = next(each for each in ROWS if each["kernel"] == "auto"
                   and (each["generation"], each["precision"], each["n_layer"]) == (row.generation, row.precision, row.n_layer))
     need = estimate(config_of(row, row.B), row.vocab_size, 1, round(H200.gib * GIB))
@@ -65,7 +65,7 @@ def test_the_formulas_of_memory_are_near_what_was_measured_on_a_gpu(row: Measure
     assert need.total >= 0.95 * measured
 
 
-def test_what_devices_send() -> None:
+def test_the_bytes_that_devices_send() -> None:
     base = config_of(MEASURED[0], 8)
     P = n_parameters(base.model, 65536)
     ddp, fsdp = (replace(base, trainer=TrainerConfig(strategy=strategy, devices=2, precision="bf16-mixed", accumulate=3))
@@ -112,7 +112,7 @@ def test_the_nearest_width_is_taken(model: str, n_embd: int) -> None:
     (("trainer=ddp", "trainer.devices=100000", "plan=true"), True),
     (("trainer=ddp", "trainer.devices=1", "plan=true"), False),
     (("trainer=ddp", "trainer.devices=100000", "trainer.accelerator=cpu", "plan=true"), False)])
-def test_what_is_planned_for_other_machines(arguments: tuple[str, ...], elsewhere: bool) -> None:
+def test_which_plans_are_for_other_machines(arguments: tuple[str, ...], elsewhere: bool) -> None:
     assert is_planned_elsewhere(composed("train", *arguments)) == elsewhere
 
 
@@ -193,7 +193,7 @@ def test_the_plan_of_many_machines_comes_from_a_machine_without_gpus(strategy: s
 
 
 @pytest.mark.programs
-def test_a_refused_plan_names_options_with_which_it_is_not(run: Run) -> None:
+def test_a_refused_plan_names_options_that_make_it_fit(run: Run) -> None:
     shape = ("model=rwkv7_1.5b", "model.ctx_len=1024", "data.batch_size=1", "plan=rtx3060")
     status, lines, last = plan_of(run, *shape)
     assert status == 2

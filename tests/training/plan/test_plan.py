@@ -35,7 +35,7 @@ PLANNED = ("debug=fast", "data=text", "data.val_fraction=0.1", "data.cache_dir=c
 
 
 @pytest.mark.programs
-def test_plan_says_what_will_happen_and_does_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_is_printed_and_nothing_is_trained(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan states the memory of the whole process, because the program and libraries need more than a small model."""
     monkeypatch.setenv("GOMP_SPINCOUNT", "77")
     Path("text.txt").write_text(TEXT)
@@ -53,7 +53,7 @@ def test_plan_says_what_will_happen_and_does_nothing(run: Run, monkeypatch: pyte
 
 
 @pytest.mark.programs
-def test_validation_that_holds_most_of_the_text_is_said(run: Run) -> None:
+def test_a_validation_split_with_most_of_the_text_is_reported(run: Run) -> None:
     """The first document, which is always in the validation split, is much longer than the others."""
     lines = [json.dumps({"text": text}) + "\n" for text in (TEXT * 99, *[TEXT[:999]] * 30)]
     Path("long.jsonl").write_text("".join(lines))
@@ -122,7 +122,7 @@ def test_the_programs_set_how_long_threads_wait_before_openmp_starts(program: tu
 @pytest.mark.programs
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP on Linux alone")
 @pytest.mark.parametrize("set_by_user", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
-def test_how_long_threads_wait_is_the_users_to_say(set_by_user: dict[str, str]) -> None:
+def test_the_user_s_setting_for_waiting_threads_is_kept(set_by_user: dict[str, str]) -> None:
     code = "from kernels.machine import threads; threads.wait_briefly(); print(threads.settings())"
     output = run_python("-c", code, **set_by_user).stdout
     expected = set_by_user or {"GOMP_SPINCOUNT": threads.SPINS}
@@ -132,7 +132,7 @@ def test_how_long_threads_wait_is_the_users_to_say(set_by_user: dict[str, str]) 
 @pytest.mark.parametrize(("init_from", "steps", "warmup", "expected"), [
     ("base.pth", 3, 10, True), ("base.pth", 10, 10, True), ("base.pth", 11, 10, False), (None, 3, 20, False),
     (None, 100, 100, True), (None, 101, 100, False)])
-def test_a_run_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: int, warmup: int, expected: bool) -> None:
+def test_a_run_that_ends_in_its_warm_up_is_reported(init_from: str | None, steps: int, warmup: int, expected: bool) -> None:
     config = configured(1, 8, 4, 10)
     config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=warmup),
                      trainer=replace(config.trainer, max_steps=steps))

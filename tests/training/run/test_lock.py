@@ -156,8 +156,8 @@ def test_latest_is_replaced_while_others_replace_it(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("obstacle", ["runs/latest/mine", "runs"])
-def test_what_is_in_the_way_of_latest_is_said_and_ends_no_run(tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch,
-                                                              capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_obstacle_to_latest_is_reported_and_ends_no_run(tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path(obstacle).parent.mkdir(parents=True, exist_ok=True)
     Path(obstacle).write_text("something")
@@ -172,8 +172,8 @@ def begin_runs(prefix: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EROFS])
-def test_where_files_cannot_be_locked_it_is_said(tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_locks_is_reported(tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
     def refuse(*_: object) -> None:
         raise OSError(error, os.strerror(error))
 

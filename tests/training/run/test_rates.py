@@ -1,4 +1,4 @@
-"""Tests that a new run takes the rates of its model's width or, with init_from=, of its tune=, unless others are chosen."""
+"""Tests that a new run takes its rates from the model's width, or with init_from= from tune=, unless the user sets others."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -50,7 +50,7 @@ def test_a_wide_model_keeps_what_is_chosen(optim: OptimConfig, chosen: str) -> N
 
 
 @pytest.mark.parametrize("method", TUNING_DEFAULTS)
-def test_what_is_chosen_stays_and_a_chosen_rate_has_its_own_last_rate(method: str) -> None:
+def test_chosen_options_stay_and_a_chosen_rate_has_its_own_last_rate(method: str) -> None:
     request = TrainConfig(tune=TuneConfig(method=method), init_from="FILE", optim=OptimConfig(lr=7e-3, warmup_steps=0))
     optim = with_default_rates(request, {"optim.lr", "optim.warmup_steps"})[0].optim
     assert (optim.lr, optim.warmup_steps, optim.min_lr) == (7e-3, 0, None)

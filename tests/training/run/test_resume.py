@@ -153,8 +153,8 @@ def muon_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("optim.time_mix_lr_scale=2", "optim.time_mix_lr_scale"), ("trainer.accumulate=1", "trainer.accumulate"),
     ("experiment=rwkv4_original", "optim.name"), ("optim.lr=5e-4", "optim.min_lr"), ("trainer.tbptt=2", "trainer.tbptt=0"),
 ])
-def test_what_would_make_it_another_run_is_refused_and_nothing_written(run: Run, muon_folder: Path, argument: str, part: str,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_that_would_make_another_run_are_refused(run: Run, muon_folder: Path, argument: str, part: str,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(muon_folder)
     before = {path: path.stat().st_mtime_ns for path in muon_folder.rglob("*")}
     one_sentence(run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", argument), part)
@@ -168,7 +168,7 @@ def test_the_number_of_workers_may_change(tmp_path: Path) -> None:
     assert config.data.num_workers == 0
 
 
-def test_a_group_counts_where_it_is_what_the_defaults_are(tmp_path: Path) -> None:
+def test_a_group_on_the_command_line_resets_the_run_s_options(tmp_path: Path) -> None:
     before = TrainConfig(logger=LoggerConfig("csv"), trainer=TrainerConfig(accelerator="cpu", max_steps=7))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)), encoding="utf-8")
     config = open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), ["logger", "trainer"],
@@ -259,8 +259,8 @@ def with_interrupt(validation_step: Callable[..., None], step: int) -> Callable[
 
 
 @pytest.mark.programs
-def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(whole: Path, tmp_path: Path,
-                                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_last_checkpoint_is_reported_and_the_previous_one_used(whole: Path, tmp_path: Path,
+                                                                         capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     last = tmp_path / "checkpoints" / "last.ckpt"
     expected = read_checkpoint(last.with_name("last-1.ckpt")).step
@@ -373,14 +373,14 @@ def test_a_checkpoint_that_a_user_named_stays(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"last.ckpt", "last-good.ckpt"}
 
 
-def test_what_a_killed_write_leaves_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_write_are_removed(tmp_path: Path) -> None:
     write(tmp_path, 0)
     (tmp_path / "checkpoints" / ".next.ckpt.123").write_text("half of it")
     rotate_checkpoints(tmp_path, 2)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["last.ckpt"]
 
 
-def test_what_could_not_be_read_again_is_not_kept(tmp_path: Path) -> None:
+def test_objects_that_could_not_be_read_again_are_not_saved(tmp_path: Path) -> None:
     """A checkpoint must contain no other objects, because reading these would execute code."""
     path = tmp_path / "checkpoints" / "next.ckpt"
     VerifiedFiles().save_checkpoint({"weights": torch.zeros(3)}, path)
@@ -393,7 +393,7 @@ def test_what_could_not_be_read_again_is_not_kept(tmp_path: Path) -> None:
 # Random state
 
 
-def test_random_numbers_go_on(tmp_path: Path) -> None:
+def test_random_numbers_continue_after_a_resume(tmp_path: Path) -> None:
     def draw() -> list[Any]:
         return [torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist(), random.gauss(), np.random.randn()]
 

@@ -213,7 +213,7 @@ def test_shards_are_a_checkpoint_like_any_other(runs: Path) -> None:
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("method", "trained"), [("lora", "runs"), pytest.param("state", "soak_runs", marks=pytest.mark.soak)])
-def test_what_is_tuned_is_left_as_files(method: str, trained: str, request: pytest.FixtureRequest) -> None:
+def test_tuned_weights_are_saved_as_files(method: str, trained: str, request: pytest.FixtureRequest) -> None:
     runs: Path = request.getfixturevalue(trained)
     one, two = (read_checkpoint(runs / f"{method}-{name}") for name in ("one", "two"))
     for name, tensor in one.weights.items():
@@ -270,7 +270,7 @@ def test_a_kill_at_any_moment_leaves_the_last_complete_checkpoint(tmp_path: Path
     assert {path.name: (path / "shard.safetensors").read_text() for path in checkpoints.iterdir()} == expected
 
 
-def test_what_divides_no_weights_is_refused() -> None:
+def test_options_that_cannot_be_sharded_are_refused() -> None:
     for wrong in ({"trainer": TrainerConfig(strategy="fsdp"), "tune": TuneConfig(method="lora", base="int8")},):
         with pytest.raises(UserError, match=r"tune\.base"):
             TrainConfig(**wrong)
@@ -385,7 +385,7 @@ def train_with_a_full_disk(folder: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_full_disk_is_one_sentence_of_one_process(folder: Path) -> None:
+def test_only_one_process_reports_a_full_disk(folder: Path) -> None:
     with pytest.raises(ChildFailedError):
         run_in_processes(2, train_with_a_full_disk, folder)
     (error,) = errors_of(folder, 0)

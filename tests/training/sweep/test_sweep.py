@@ -260,8 +260,8 @@ def make_sweep(*arguments: str) -> sweep.Sweep:
     (("hydra/launcher=joblib",), ("hydra/launcher", "sweep.jobs")), (("out_dir=",), ("out_dir is empty",)),
     (("optim.lr=interval(0,1)",), ("optim.lr=interval(0,1)", "A,B")),
     (("optim.lr=1e-3,2e-3", "optim.lr=5e-3"), ("optim.lr=", "2 times"))])
-def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path,
-                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_in_one_sentence(arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(UserError) as error:
@@ -346,7 +346,8 @@ def test_more_runs_at_a_time_than_gpus_are_refused() -> None:
 @pytest.mark.parametrize(("argument", "words"), [
     ("cluster=moon", ("moon", "slurm, local")), ("nonsense=1", ("nonsense",)), ("timeout_min=soon", ("timeout_min", "soon")),
     ("timeout_min", ("NAME=VALUE",)), ("timeout_min=[", ("NAME=VALUE",))])
-def test_submitit_s_mistakes_are_sentences(argument: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_mistakes_in_submitit_s_arguments_are_reported_in_one_sentence(argument: str, words: tuple[str, ...],
+                                                                       tmp_path: Path) -> None:
     arguments = ["cluster=local"] * ("cluster" not in argument) + [argument]
     with pytest.raises(UserError) as error:
         launcher_for(SweepConfig(launcher="submitit", arguments=arguments), 2, tmp_path / "logs", 0)
@@ -356,7 +357,7 @@ def test_submitit_s_mistakes_are_sentences(argument: str, words: tuple[str, ...]
 
 
 @NEEDS_SUBMITIT
-def test_a_job_that_slurm_rejects_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_slurm_rejects_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, script in (("srun", "exit 0"), ("sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)

@@ -147,8 +147,8 @@ def test_a_released_model_gives_its_tokenizer_template_and_length(tmp_path: Path
         (("init_from=own.ckpt", "data.tokenizer=bpe"), "data.tokenizer"),
         (("init_from=own.ckpt", "data.vocab_size=300"), "data.vocab_size"),
         (("init_from=own.ckpt", "model=small"), "model.")))])
-def test_what_does_not_fit_is_refused(run: Run, tmp_path: Path, tokenizer: JsonTokenizer, arguments: tuple[str, ...],
-                                      part: str) -> None:
+def test_a_file_that_does_not_fit_the_options_is_refused(run: Run, tmp_path: Path, tokenizer: JsonTokenizer,
+                                                         arguments: tuple[str, ...], part: str) -> None:
     save(tokenizer, tmp_path / "own.ckpt")
     save(tokenizer, tmp_path / "none.pth", with_tokenizer=False)
     small_model("reference", 600).save_pretrained(tmp_path / "large.pth")

@@ -222,7 +222,8 @@ def test_a_run_without_its_reference_is_not_continued(folder: Path, run: Run) ->
     (("tune.objective=likelihood", "tune.beta=0.2"), ("tune.objective=dpo",)),
     (("tune.objective=likelihood",), ("tune.objective=dpo",)),
 ])
-def test_what_cannot_be_is_one_sentence(folder: Path, run: Run, options: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_impossible_options_are_reported_in_one_sentence(folder: Path, run: Run, options: tuple[str, ...],
+                                                         words: tuple[str, ...]) -> None:
     other_options = [option for option in OPTIONS if option.split("=")[0] not in {each.split("=")[0] for each in options}]
     one_sentence(run("train", *other_options, *options, "out_dir=out", "trainer.max_steps=2"), *words)
     assert not Path("out/checkpoints").exists()

@@ -194,8 +194,10 @@ def test_a_state_is_trained_on_from_another(folder: Path, run: Run) -> None:
     (("tune=lora", "tune.rank=2", "trainer.tbptt=2"), ()), (("tune=state",), ()),
     (("tune=lora", "tune.base=int8", "trainer.tbptt=2"), ("data.batch_size=1", "trainer.accumulate=2"))])
 def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...], alone: tuple[str, ...]) -> None:
-    """In int8 the one process reads rows one at a time, as each of the two does. Float32 products of several rows have other
-    last bits, which may round an input to another value, 1/63 of the row's largest away.
+    """In int8 the one process reads rows one at a time, like each of the two.
+
+    Float32 products of several rows differ in the last bits, which may round an input to another value, 1/63 of the row's
+    largest away.
     """
     arguments = (*OPTIONS, *options, "init_from=base7.safetensors", "trainer.max_steps=6", "trainer.val_every=3")
     for name, more in (("one", alone), ("two", ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu"))):
@@ -210,7 +212,7 @@ def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...], alone
 
 
 @pytest.mark.programs
-def test_what_cannot_be_tuned_is_refused(folder: Path, run: Run) -> None:
+def test_options_that_cannot_be_tuned_are_refused(folder: Path, run: Run) -> None:
     common = (*OPTIONS, "trainer.max_steps=3")
     one_sentence(run("train", *common, "tune=state", "init_from=base4.safetensors"), "RWKV-7", "use tune=lora")
     one_sentence(run("train", *common, "tune=lora", "tune.modules=[att.query]", "init_from=base4.safetensors"), "att.query")
@@ -226,7 +228,7 @@ def test_what_cannot_be_tuned_is_refused(folder: Path, run: Run) -> None:
 
 
 @pytest.mark.programs
-def test_the_frozen_weights_must_be_there_and_be_those_that_they_were(folder: Path, run: Run) -> None:
+def test_the_frozen_weights_must_exist_and_be_unchanged(folder: Path, run: Run) -> None:
     """A missing base does not damage the run. A merged base is refused, because the adapter would be added twice."""
     out = tune_model(run, "tune=lora", "tune.rank=2")
     base = folder / "base7.safetensors"
@@ -267,7 +269,7 @@ def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
 
 
 @pytest.mark.programs
-def test_the_losses_of_a_run_on_a_bfloat16_file_are_those_of_what_is_read(folder: Path, run: Run) -> None:
+def test_the_losses_of_a_run_on_a_bfloat16_file_are_those_of_the_merged_model(folder: Path, run: Run) -> None:
     """Where a program's dtype or tune.base rounds the sums again, a line says so."""
     convert(folder / "base7.safetensors", folder / "half.safetensors", "bfloat16")
     out = tune_model(run, "tune=lora", "tune.rank=2", "optim.lr=1e-4", base="half.safetensors")
