@@ -72,8 +72,8 @@ def training(report: Report) -> str:
 
 STEPS = {f"{prefix}{dtype}": f"{name}, {dtype}" for prefix, name in (("", "RWKV-4"), ("rwkv7_", "RWKV-7"))
          for dtype in ("float32", "bfloat16")}
-AROUND = ("Around a step: the time that train.py takes beyond the bare step, measured in turns with it, relative to the bare "
-          "step; a negative share is the noise of the two measurements.")
+AROUND = ("Around a step: the time of train.py beyond the bare step, relative to the bare step, measured alternately; "
+          "a negative value is noise.")
 
 
 def _earlier_commits(report: Report) -> str:

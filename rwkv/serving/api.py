@@ -54,7 +54,7 @@ def application(service: Service) -> ASGIApp:
 def _with_log(app: ASGIApp) -> ASGIApp:
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         """Logs refused requests and failed streams, and ignores double and trailing slashes, as in some clients' base URLs."""
-        request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"               # raw_path keeps a line end as %0A
+        request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"               # raw_path keeps a newline as %0A
         state = scope["state"]
 
         async def log_refusal(message: Message) -> None:

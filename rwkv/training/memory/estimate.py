@@ -48,8 +48,8 @@ from rwkv.training.optim import adamw8bit
 FLOAT = 4                                # bytes
 NARROW = 2                               # a frozen embedding and head take 2 bytes per value, as in released files
 MOMENTS = 2                              # Adam has two moments
-RECOMPUTED = 40                          # values per token / n_embd in the backward pass of a block that recomputes
-                                         # what is between its matrix products
+RECOMPUTED = 40                          # values per token / n_embd in the backward pass of a block that recomputes the
+                                         # operations between its matrix products
 HOLES = 1.25                             # a fragmented heap multiplies the memory of activations and loss by this factor
 SMALL_RUN = 5 * 10 ** 8                  # a run of fewer bytes, without the program, does not trade speed for memory
 DATA_WORKER = 100 * 2 ** 20              # unshared bytes of a data-loader process
