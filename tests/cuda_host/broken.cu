@@ -1,4 +1,4 @@
-// What cuda_host must notice, one mistake a kernel, and two kernels without any. For test_cuda_host.py.
+// Kernels with one mistake each, which cuda_host must report, and two without mistakes. For test_cuda_host.py.
 
 extern "C" __global__ void reads_past_the_end(const float* x, float* y, int n) { y[0] = x[n]; }
 

@@ -1,5 +1,5 @@
-// The counterpart of kernels/timex/csrc/mma.cuh: the fragments by the layout of PTX ISA, section mma.m16n8k8, and the sums as
-// tensor cores are known to form them, every addend cut off at a bit or two below the largest one's last.
+// The counterpart of kernels/timex/csrc/mma.cuh: fragments have the layout of PTX ISA, section mma.m16n8k8. Sums are formed as on
+// tensor cores, which truncate every addend one or two bits below the last bit of the largest addend.
 #pragma once
 
 namespace cuda_host {
@@ -44,8 +44,8 @@ struct Copy {
 };
 
 struct Thread {
-    bool odd = false;                                       // of the mma it is at
-    std::vector<std::vector<Copy>> groups{1};               // of copies; the last one is open
+    bool odd = false;                                       // index of the slots of the current mma
+    std::vector<std::vector<Copy>> groups{1};               // groups of copies; the last group is open
 };
 
 inline unsigned thread_number() {
@@ -61,7 +61,7 @@ inline Thread& this_thread() {
 
 static void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1,
                 const float (&c)[4]) {
-    static cuda_host::Fragments slots[2][1024];             // in turn, so that one wait is enough
+    static cuda_host::Fragments slots[2][1024];             // used alternately, so that one wait is enough
     const bool odd = cuda_host::this_thread().odd ^= true;
     const unsigned lane = cuda_host::lane(), group = lane / 4, in_group = lane % 4;
     cuda_host::Fragments* const of = slots[odd] + cuda_host::thread_number() - lane;
@@ -78,8 +78,8 @@ static void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a
     }
 }
 
-// Half of the threads copy at the earliest moment, onto what others may still be reading, and half at the latest: what is read
-// without having been awaited is still poison.
+// Half of the threads copy as early as possible, onto data that others may still be reading, and half as late as possible, so
+// that data read without waiting are still poison.
 template <int BYTES> static void copy_async(float* to, const float* from, bool inside) {
     static_assert(BYTES == 4 || BYTES == 16);
     if (reinterpret_cast<uintptr_t>(to) % BYTES || reinterpret_cast<uintptr_t>(from) % BYTES)

@@ -103,14 +103,14 @@ def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple
         return
     for start in range(0, numbers, CHUNK):
         chunk, blocks = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
-        moments = {name: dequantized(state[name][chunk], state[name + SCALE][blocks], signed)
+        moments = {name: dequantise(state[name][chunk], state[name + SCALE][blocks], signed)
                    for name, signed in MOMENTS.items()}
         yield moments, chunk
         for name, signed in MOMENTS.items():
-            state[name][chunk], state[name + SCALE][blocks] = quantized(moments[name], signed)
+            state[name][chunk], state[name + SCALE][blocks] = quantise(moments[name], signed)
 
 
-def quantized(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+def quantise(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Quantises numbers (n,) float32. Returns the codes (n,) uint8 of the nearest levels, and the scales (n / BLOCK,)."""
     blocks = numbers.view(-1, BLOCK)
     scales = torch.linalg.vector_norm(blocks, torch.inf, 1)
@@ -118,8 +118,8 @@ def quantized(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     return torch.bucketize(normal, _upper_limits(signed, numbers.device), out_int32=True).to(torch.uint8).view(-1), scales
 
 
-def dequantized(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Inverts `quantized`. Returns the numbers (n,) float32 for codes (n,) uint8 and scales (n / BLOCK,)."""
+def dequantise(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """Inverts `quantise`. Returns the numbers (n,) float32 for codes (n,) uint8 and scales (n / BLOCK,)."""
     levels = _levels(signed, codes.device)
     return (levels[codes.int()].view(-1, BLOCK) * scales.unsqueeze(1)).view(-1)
 

@@ -18,7 +18,7 @@ from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.training.memory.estimate import checkpoint_bytes, estimate
 from rwkv.training.optim import adamw8bit
-from rwkv.training.optim.adamw8bit import BLOCK, LEAST, AdamW8bit, dequantized, quantized
+from rwkv.training.optim.adamw8bit import BLOCK, LEAST, AdamW8bit, dequantise, quantise
 from rwkv.training.task import LanguageModel
 
 ADAM = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8}
@@ -32,7 +32,7 @@ def test_a_number_is_rounded_to_a_level_near_it(signed: bool, exponent: float, s
     numbers = torch.randn(2 * BLOCK, generator=torch.Generator().manual_seed(seed)) * 10 ** exponent
     if not signed:
         numbers = numbers.square()
-    stored = dequantized(*quantized(numbers, signed), signed)
+    stored = dequantise(*quantise(numbers, signed), signed)
     largest = numbers.abs().view(-1, BLOCK).amax(1).repeat_interleave(BLOCK)
     assert ((stored - numbers).abs() <= largest / 100).all()
     clear = numbers.abs() > largest / 100
@@ -43,17 +43,17 @@ def test_a_number_is_rounded_to_a_level_near_it(signed: bool, exponent: float, s
 def test_zeros_stay_and_a_second_moment_never_becomes_one() -> None:
     numbers = torch.zeros(2 * BLOCK)
     for signed in (True, False):
-        assert dequantized(*quantized(numbers, signed), signed).equal(numbers)
+        assert dequantise(*quantise(numbers, signed), signed).equal(numbers)
     numbers[:2] = torch.tensor([1.0, 1e-30])
-    assert dequantized(*quantized(numbers, False), False)[1] > 0
-    assert dequantized(*quantized(numbers, False), False)[2:].equal(numbers[2:])
+    assert dequantise(*quantise(numbers, False), False)[1] > 0
+    assert dequantise(*quantise(numbers, False), False)[2:].equal(numbers[2:])
 
 
 def test_rounding_again_changes_nothing() -> None:
     numbers = torch.randn(4 * BLOCK, generator=torch.Generator().manual_seed(0))
     for signed in (True, False):
-        once = quantized(numbers if signed else numbers.square(), signed)
-        again = quantized(dequantized(*once, signed), signed)
+        once = quantise(numbers if signed else numbers.square(), signed)
+        again = quantise(dequantise(*once, signed), signed)
         assert all(map(torch.equal, again, once))
 
 
