@@ -48,7 +48,7 @@ from kernels.machine.hardware import ROOT, describe
 RESULTS, LOG = "results.jsonl", "log.txt"
 TAIL_LINES = 6                           # last lines of the log, shown for a failed part
 LEAST_S = 5.0                            # a part is not started if less time is left
-BUDGET_S = 540.0                         # leaves a minute of ten
+BUDGET_S = 540.0                         # the ten minutes of make gpu-check, less one in reserve
 PATIENCE = {"cuda": 1.0, "cpu": 4.0}     # factors on BUDGET_S and on the limits of parts
 DEADLINE = "--deadline"                  # option of a part's process: the seconds after which it will be stopped
 PUBLISHED = (                            # rates published by the authors, for other GPUs

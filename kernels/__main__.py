@@ -37,7 +37,7 @@ def show() -> None:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             head = "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + "  "
-            print(wrapped(head, describe(op, row[0], devices) if row[0] else "idea"))
+            print(wrap(head, describe(op, row[0], devices) if row[0] else "idea"))
         print()
     print(f"Devices here: {', '.join(devices)}. A kernel of timex, wkv4 or wkv7 is chosen by name: train.py kernel=NAME, "
           "select('wkv4', NAME).")
@@ -81,7 +81,7 @@ def idea(op: str, name: str) -> str:
     return " ".join(paragraph.split()).partition(". ")[0].removesuffix(".") + "."
 
 
-def wrapped(head: str, text: str) -> str:
+def wrap(head: str, text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 
 

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, module: str, description: str | None, epilog: str | None = None) -> None:
         super().__init__(prog=Parser.rewrite_usage(f"python -m {module}"),
-                         description=_wrapped(Parser.rewrite_usage(description or "")), epilog=_wrapped(epilog or ""),
+                         description=_wrap(Parser.rewrite_usage(description or "")), epilog=_wrap(epilog or ""),
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _wrapped(text: str) -> str:
+def _wrap(text: str) -> str:
     """Returns the text with its paragraphs wrapped for the terminal, except those with an indented line, such as examples."""
     wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
     return "\n\n".join(part if re.search("^ ", part, re.MULTILINE) else wrapper.fill(part)

@@ -20,7 +20,7 @@ METHOD = "forkserver"                    # start method of multiprocessing
 
 
 def preloaded() -> multiprocessing.context.BaseContext:
-    """Returns the multiprocessing context whose processes are forked from a process that has made the imports of programs."""
+    """Returns the multiprocessing context whose processes are forked from one that has imported the programs' libraries."""
     context = multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(["rwkv.training.fit", "hydra.compose", "hydra.utils", "rwkv.serving.server",
                                     "rwkv.serving.engine.worker", "rwkv.programs.draft", "rwkv.programs.adapters"])

@@ -64,11 +64,12 @@ def _compare_with_reference(check: Check, op: str, names: Sequence[str], shape: 
         with check.measuring(**about):
             start = time.perf_counter()
             operator = select(op, name, check.device)
-            check.add(**about, **compared(operator, cases.results(operator, inputs), expected, dtype),
+            check.add(**about, **compare_results(operator, cases.results(operator, inputs), expected, dtype),
                       first_call_s=time.perf_counter() - start)
 
 
-def compared(operator: Any, results: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+def compare_results(operator: Any, results: dict[str, Tensor], expected: dict[str, Tensor],
+                    dtype: torch.dtype) -> dict[str, Any]:
     """Returns the errors of a kernel's results for inputs of `dtype`, and those that exceed the kernel's tolerance."""
     ratios = errors(results, expected)
     return {"worst": max(ratios.values()), "errors": ratios, "wrong": misses(ratios, tolerance(operator, dtype))}

@@ -32,7 +32,7 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
     if not rows:
         return drawn
     if len(bias.ids):
-        logits = _biased(logits, bias)
+        logits = _add_bias(logits, bias)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     top_k = filters.top_k if filters.top_k < V else 0
     filtered = bool(top_k or filters.top_p < 1 or filters.min_p > 0)
@@ -55,7 +55,7 @@ def _float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def _biased(logits: Tensor, bias: Bias) -> Tensor:
+def _add_bias(logits: Tensor, bias: Bias) -> Tensor:
     """Returns a copy of the logits plus the bias. The host finds banned tokens (a bias of -inf) without waiting for the GPU."""
     banned = bias.values == -torch.inf
     values = to_device(torch.where(banned, 0.0, bias.values), logits.device)
@@ -86,7 +86,7 @@ def _logits(row, first, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _listed(numbers, ids, n, first, LISTED: tl.constexpr):
+def _load_listed(numbers, ids, n, first, LISTED: tl.constexpr):
     """Returns the logits, token ids and mask of LISTED entries of the list, starting at `first`."""
     place = first + tl.arange(0, LISTED)
     inside = place < n
@@ -127,7 +127,7 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
         middle = (low + high) >> 1
         total = tl.zeros([], tl.float64)
         for first in range(0, n, LISTED):
-            x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
+            x, _ids, inside = _load_listed(numbers, ids, n, first, LISTED)
             summand = _summands(x, inside, top, scale, last_scale, min_p, WHAT, FILTERS_FIRST)
             total += tl.sum(tl.where(_key(x).to(tl.int64) > middle, summand, 0.0), 0)
         enough = total <= bound if WHAT == "draw" else total < bound
@@ -137,7 +137,7 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
     equal = tl.zeros([], tl.float64)
     at_key = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
-        x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
+        x, _ids, inside = _load_listed(numbers, ids, n, first, LISTED)
         summand = _summands(x, inside, top, scale, last_scale, min_p, WHAT, FILTERS_FIRST)
         above += tl.sum(tl.where(_key(x).to(tl.int64) > low, summand, 0.0), 0)
         at = inside & (_key(x).to(tl.int64) == low) & (summand > 0)
@@ -152,7 +152,7 @@ def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
     n_kept = tl.zeros([], tl.int32)
     seen = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
-        x, token, inside = _listed(numbers, ids, n, first, LISTED)
+        x, token, inside = _load_listed(numbers, ids, n, first, LISTED)
         keys = _key(x).to(tl.int64)
         tie = (inside & (keys == key)).to(tl.int32)
         stays = inside & ((keys > key) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= ties)))
@@ -233,7 +233,7 @@ def _list_likely(row, numbers, ids, V, least_logit, least_weight, top, scale, BL
 def _listed_weight(numbers, ids, n, top, scale, LISTED: tl.constexpr):
     sums = tl.zeros([LISTED], tl.float64)
     for first in range(0, n, LISTED):
-        x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
+        x, _ids, inside = _load_listed(numbers, ids, n, first, LISTED)
         sums += tl.where(inside, _weights(x, top, scale), 0.0).to(tl.float64)
     return tl.sum(sums, 0)
 
@@ -265,7 +265,7 @@ def _draw_by_logit(numbers, ids, n, target, least, top, scale, last_scale, min_p
     token = tl.zeros([], tl.int32)
     seen = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
-        x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
+        x, token_ids, inside = _load_listed(numbers, ids, n, first, LISTED)
         tie = inside & (_key(x).to(tl.int64) == key)
         place = seen + tl.cumsum(tie.to(tl.int32), 0) - 1
         token += tl.sum(tl.where(tie & (place == rank), token_ids, 0), 0)
@@ -281,7 +281,7 @@ def _draw_by_place(numbers, ids, n, target, top, scale, last_scale, min_p, FILTE
     last = tl.zeros([], tl.int32)
     done = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
-        x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
+        x, token_ids, inside = _load_listed(numbers, ids, n, first, LISTED)
         weight = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
         past = (before + tl.cumsum(weight, 0) > target) & (weight > 0)
         first_past = tl.min(tl.where(past, token_ids, 2147483647), 0)
@@ -299,7 +299,7 @@ def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORD
     sums = tl.zeros([LISTED], tl.float64)
     least = tl.full([], 2147483647, tl.int64)            # the smallest key of a token that can be drawn
     for first in range(0, n, LISTED):
-        x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
+        x, _ids, inside = _load_listed(numbers, ids, n, first, LISTED)
         weight = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
         least = tl.minimum(least, tl.min(tl.where(weight > 0, _key(x).to(tl.int64), 2147483647), 0))
         sums += weight

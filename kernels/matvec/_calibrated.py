@@ -46,7 +46,7 @@ class Layout(Protocol):
     max_q: int
 
     def fit(self, weight: Tensor, importance: Tensor) -> Scales:
-        """Returns the scales for weight (n,elements). importance (elements,) weights the columns in the least squares."""
+        """Returns the scales of `weight` (n,elements) by least squares, in which column i has the factor importance[i]."""
 
     def pack(self, header: Tensor, q: Tensor) -> Tensor:
         """Returns the bytes of blocks, which are `header` and the packed integers q (n,elements) uint8."""
@@ -129,7 +129,7 @@ def quantise(weight: Tensor, moments: Sequence[Tensor], format: str) -> Tensor:
         format: a key of LAYOUTS.
     """
     layout = LAYOUTS[format]
-    damped = [_damped(moment) for moment in moments]
+    damped = [_damp(moment) for moment in moments]
     factors = [_factor(moment) for moment in damped]
     widths = [len(moment) for moment in moments]
     rows = []
@@ -139,7 +139,7 @@ def quantise(weight: Tensor, moments: Sequence[Tensor], format: str) -> Tensor:
     return torch.cat(rows)
 
 
-def _damped(moments: Tensor) -> Tensor:
+def _damp(moments: Tensor) -> Tensor:
     """Returns M scaled to a mean diagonal of 1, plus DAMPING, which is positive definite, or the identity if M is 0."""
     mean = moments.diagonal().mean().item()
     identity = torch.eye(len(moments), device=moments.device)

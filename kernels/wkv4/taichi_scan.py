@@ -169,7 +169,7 @@ def _forward_row(row, read: ti.template(), write: ti.template(), small: ti.templ
             y[i] = write((a + now * v_t) / (b + now))
             old, new, P_next = _factors(decay, shift, m, n, P)
             a, b, P = old * a + new * v_t, old * b + new, P_next
-        a, b, P = _settled(drift, j, a, b, P)
+        a, b, P = _move_power(drift, j, a, b, P)
     scale, p = _leave(P)
     _save(state, row, R, [scale * a, scale * b, p])
 
@@ -188,7 +188,7 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             m, n = _exp(read(k[i]))
             old, new, P_next = _factors(decay, shift, m, n, P)
             a, b, P = old * a + new * read(v[i]), old * b + new, P_next
-        a, b, P = _settled(drift, j, a, b, P)
+        a, b, P = _move_power(drift, j, a, b, P)
     _save(states, 3 * last * R + row, R, [a, b, by_lane(ti.bit_cast, P, ti.f32)])
     grad_a = small[2 * C + 3 * R + row]
     grad_b = small[2 * C + 4 * R + row]
@@ -206,7 +206,7 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             old, new, P_next = _factors(decay, shift, m, n, P)
             _save(scratch, at + t * SAVED * stride, stride, [a, b, now, old, new])
             a, b, P = old * a + new * read(v[first + t * C]), old * b + new, P_next
-        grad_a, grad_b, P = _settled(drift, j, grad_a, grad_b, P)
+        grad_a, grad_b, P = _move_power(drift, j, grad_a, grad_b, P)
         scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # the factor is 1 except in the last chunk; an `if` is avoided
         grad_a = scale * grad_a
         grad_b = scale * grad_b
@@ -273,7 +273,7 @@ def _factors(decay, shift, m, n, P):
 
 
 @ti.func
-def _settled(drift, j, a, b, P):
+def _move_power(drift, j, a, b, P):
     """Moves the power of e^w's mantissa over chunk j into P, for a and b or for the gradients of a and b."""
     n = by_lane(ti.cast, ti.floor((j + 1) * drift), ti.i32) - by_lane(ti.cast, ti.floor(j * drift), ti.i32)
     scale = _pow2(0 - n)

@@ -163,7 +163,7 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
 
 def _sums(weights: Weights, blocks: Block, timex: str, *terms: tuple[Tensor, Tensor]) -> Tensor:
     """Returns each block's convolution plus the decayed initial state. A term is a pair own (B,n,C,N) and past (B,n,C)."""
-    convolved = TimeX(timex).forward(weights.lag, _stacked(*(own for own, _ in terms)))
+    convolved = TimeX(timex).forward(weights.lag, _stack(*(own for own, _ in terms)))
     sums = convolved.view(len(terms), *blocks.x.shape).mul_(blocks.own[..., None])
     for total, (_, past) in zip(sums, terms, strict=True):
         total.addcmul_((blocks.past * past)[..., None], weights.decay_in)
@@ -180,7 +180,7 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     grad_den = -grad_num * y
     own_num = grad_num * blocks.own[..., None]
     grad_lag, grad_sums = TimeX(timex).backward(
-        weights.lag, _stacked(x * v, x), _stacked(own_num, grad_den * blocks.own[..., None]))
+        weights.lag, _stack(x * v, x), _stack(own_num, grad_den * blocks.own[..., None]))
     grad_xv, grad_x = grad_sums.view(2, *x.shape)
 
     grad_in = _sum_rows(grad_num * (blocks.past * blocks.a)[..., None] + grad_den * (blocks.past * blocks.b)[..., None])
@@ -238,7 +238,7 @@ def _by_time(tensor: Tensor) -> Tensor:
     return tensor.transpose(2, 3).reshape(B, n * N, C)
 
 
-def _stacked(*tensors: Tensor) -> Tensor:
+def _stack(*tensors: Tensor) -> Tensor:
     return torch.stack(tensors).flatten(0, 2)
 
 

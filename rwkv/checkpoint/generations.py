@@ -239,12 +239,12 @@ def _require_fit(path: Path, tensor: Stored, shape: Shape, several_shapes: bool)
     if tensor.dtype not in (*DTYPES.values(), torch.float64):
         raise CheckpointError(f"{path}: the dtype of {tensor.name} must be one of {', '.join(DTYPES)}; got {tensor.dtype}. "
                               "Quantised weights of this kind are not supported")
-    if tensor.shape != shape and not (several_shapes and _squeezed(tensor.shape) == _squeezed(shape)):
+    if tensor.shape != shape and not (several_shapes and _squeeze(tensor.shape) == _squeeze(shape)):
         raise CheckpointError(f"{path}: the shape of {tensor.name} must be {shape} to match the other tensors; got "
                               f"{tensor.shape}. The file may have been converted incorrectly")
 
 
-def _squeezed(shape: Shape) -> Shape:
+def _squeeze(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
 
 

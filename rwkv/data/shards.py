@@ -187,17 +187,17 @@ def _locked(folder: Path) -> Iterator[None]:
     """
     in_use = f"another run is tokenising the same data into {folder}: waiting for that run"
 
-    def unprotected(reason: str) -> None:
+    def warn_unlocked(reason: str) -> None:
         print(f"files cannot be locked in {folder} ({reason}): make sure that no other run is tokenising the same data",
               file=sys.stderr)
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            lock = lock_folder(folder, 0, in_use, unprotected)
+            lock = lock_folder(folder, 0, in_use, warn_unlocked)
         except UserError as waiting:
             print(waiting, file=sys.stderr)
-            lock = lock_folder(folder, FOREVER, in_use, unprotected)
+            lock = lock_folder(folder, FOREVER, in_use, warn_unlocked)
     except OSError as error:
         raise UserError(cannot_write(folder, error)) from None
     if lock is not None:

@@ -129,7 +129,7 @@ def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, layout: st
     trained: Weights = {}
     for layer in LAYERS[layout]:
         if kind in ("bat", "mini") and raw[f"{layer}.weight"].shape[0] % R:
-            continue                     # these kinds require sizes that R divides
+            continue                     # these kinds require sizes divisible by R
         parts, merged = make(raw[f"{layer}.weight"].double(), scale)
         trained |= {f"base_model.model.{layer}.{part}": tensor for part, tensor in parts.items()}
         raw[f"{layer}.weight"] = merged.float().contiguous()

@@ -20,7 +20,7 @@ CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
     program = "generate" if group == "sampling" else "train"
-    single = ("kernel=auto", "seed=0") if name == "kernel_ablation" else ()      # the file lists a sweep's values of these
+    single = ("kernel=auto", "seed=0") if name == "kernel_ablation" else ()      # the file sweeps these options
     config = composed(program, f"{group}={name}", *single)
     assert isinstance(config, PROGRAMS[program][1])
     if group in ("kernel", "data", "optim", "logger"):

@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_created_is_named_before_any_work(tmp_path: Path
     require_unused(tmp_path / "link" / "run")
 
 
-def test_a_new_run_may_find_logs_and_what_a_system_puts_on_a_disk(tmp_path: Path) -> None:
+def test_a_new_run_may_use_a_folder_with_logs_and_system_files(tmp_path: Path) -> None:
     for name in ("train.log", "slurm-12.out", "nohup.out", "stderr", "log", ".lock", ".nfs0001", ".DS_Store"):
         (tmp_path / name).write_text("line")
     for name in ("lost+found", ".Trash-1000"):

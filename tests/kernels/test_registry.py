@@ -148,7 +148,7 @@ def test_a_part_of_a_missing_package_is_named_with_its_remedy() -> None:
             f"{name} requires the package no_such_package.part, which is not installed (pip install no_such_package.part)")
 
 
-def test_another_device_is_named_before_a_package_that_would_not_help() -> None:
+def test_a_wrong_device_is_named_before_a_missing_package() -> None:
     with stub(packages=("no_such_package",), devices=("cuda",)) as name:
         assert registry.why_not("timex", name, "cpu") == f"{name} runs on cuda, not on cpu"
 

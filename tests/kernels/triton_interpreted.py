@@ -14,7 +14,7 @@ import test_wkv7 as properties
 import torch
 from triton_interpreter import speed_up_interpreter
 
-from benchmarks._gpu_parts.right import compared
+from benchmarks._gpu_parts.right import compare_results
 from kernels import registry
 from kernels.compare import err_ratio, errors, misses
 from kernels.softmax import Softmax
@@ -237,7 +237,7 @@ def test_gpu_check_allows_what_a_kernel_rounds() -> None:
     inputs = wkv7_cases.inputs(1, 40, 1, 16, dtype=torch.bfloat16)
     operator = WKV7("triton_v1")
     results = [wkv7_cases.results(*pair) for pair in ((operator, inputs), (WKV7("reference"), wkv7_cases.double(inputs)))]
-    row = compared(operator, *results, torch.bfloat16)
+    row = compare_results(operator, *results, torch.bfloat16)
     assert row["wrong"] == {}
     assert row["errors"]["state"] > wkv7_cases.tolerance(torch.bfloat16)["state"]
 

@@ -211,7 +211,7 @@ def test_mistakes_in_the_command_line_of_a_sweep(swept: tuple[int, Path], start:
 
 @pytest.mark.soak                        # four runs one after another take a quarter of a minute
 def test_a_sweep_computes_the_operator_of_the_file_that_it_begins_with(start: Callable[..., int]) -> None:
-    """The file has RWKV-7, although the sizes on the command line are those of RWKV-4. A run is resumed without the file."""
+    """The file's model is RWKV-7, although the command line has sizes of RWKV-4. A run is resumed without the file."""
     small_model("reference", 256, generation="rwkv7").save_pretrained("seven.safetensors", ByteTokenizer())
     options = (*SMALL, "logger=none", "model.ctx_len=16", "trainer.sample_tokens=0", "trainer.max_steps=2")
     assert start("-m", "init_from=seven.safetensors", "kernel=torch_chunk", "seed=0,1", *options, "out_dir=sevens") == 0

@@ -41,7 +41,7 @@ NO_REQUESTS = {"a wrong length": HEAD + b"content-length: x\r\n\r\n", "a negativ
 
 
 def test_malformed_requests_leave_a_server_as_it_was(server: Running) -> None:
-    """All requests are sent twice, because memory that the first time leaves in use does not count."""
+    """All requests are sent twice, because memory that the first round allocates does not count."""
     trials = _trials(server)
     assert len(trials) >= 300
     for _ in range(2):

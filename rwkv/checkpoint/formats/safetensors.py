@@ -42,7 +42,7 @@ def read(path: Path) -> Content:
         with torch_maps_large_files():
             file = safe_open(path, "pt")
         metadata = file.metadata() or {}
-        tensors = {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118  file is not a dictionary
+        tensors = {name: _stored_tensor(path, file, name) for name in file.keys()}  # noqa: SIM118  file is not a dictionary
     except CheckpointError:
         raise
     except Exception as error:           # the library raises exceptions of many classes
@@ -83,7 +83,7 @@ def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str,
         tensor.pass_on(lambda data: file.write(bytes_view(data)))
 
 
-def _stored(path: Path, file: Any, name: str) -> Stored:
+def _stored_tensor(path: Path, file: Any, name: str) -> Stored:
     part = file.get_slice(name)
     shape = tuple(part.get_shape())
     dtype = part.get_dtype()

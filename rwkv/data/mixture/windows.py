@@ -58,8 +58,8 @@ class MixedWindows(Dataset[tuple[Tensor, Tensor]]):
 class MixSampler(Sampler[list[Place]]):
     """Yields the places of the windows of `batches` batches.
 
-    `sizes` are the windows per epoch of each source, and `shares` their shares of all windows. All processes share one order,
-    and process `rank` of `world` gets every world-th place.
+    `sizes` has each source's number of windows per epoch, and `shares` each source's fraction of all windows. All processes
+    share one order, and process `rank` of `world` gets every world-th place.
     """
 
     sizes: Sequence[int]

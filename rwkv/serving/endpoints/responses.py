@@ -47,26 +47,26 @@ async def count_tokens(service: Service, request: Request) -> Response:
 async def one_response(service: Service, request: Request) -> Response:
     if request.query_params.get("stream") == "true":
         raise ApiError(400, "stream must not be true, because this response is already finished", "stream")
-    return json_response(_stored(service, request).response)
+    return json_response(_stored_response(service, request).response)
 
 
 async def delete_response(service: Service, request: Request) -> Response:
-    stored = _stored(service, request)
+    stored = _stored_response(service, request)
     service.responses.drop(stored.response["id"])
     return json_response({"id": stored.response["id"], "object": "response", "deleted": True})
 
 
 async def cancel_response(service: Service, request: Request) -> Response:
-    _stored(service, request)
+    _stored_response(service, request)
     raise ApiError(400, "this response cannot be cancelled, because the response is already finished. To cancel a running "
                         "response, close its connection")
 
 
 async def response_input(service: Service, request: Request) -> Response:
-    return json_response(page_of_items(_stored(service, request).input, request.query_params))
+    return json_response(page_of_items(_stored_response(service, request).input, request.query_params))
 
 
-def _stored(service: Service, request: Request) -> StoredResponse:
+def _stored_response(service: Service, request: Request) -> StoredResponse:
     return service.responses.get(request.path_params["id"], owner(request))
 
 

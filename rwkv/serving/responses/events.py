@@ -118,25 +118,25 @@ class ResponseAnswer(Answer):
     async def _chunks(self) -> AsyncIterator[bytes]:
         number = 0
 
-        def numbered(event: JsonObject) -> bytes:
+        def add_number(event: JsonObject) -> bytes:
             nonlocal number
             number += 1
             return sse({**event, "sequence_number": number - 1})
 
         start = self._response("in_progress")
-        yield numbered({"type": "response.created", "response": start})
-        yield numbered({"type": "response.in_progress", "response": start})
+        yield add_number({"type": "response.created", "response": start})
+        yield add_number({"type": "response.in_progress", "response": start})
         try:
             async for _, event in self._ticket:
-                if chunk := b"".join(map(numbered, self._events(event))):
+                if chunk := b"".join(map(add_number, self._events(event))):
                     yield chunk
         except ApiError as error:
             content = self._end_stream(error).body["error"]
-            yield numbered({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
+            yield add_number({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
             return
         self._complete = True
         await self._finish()
-        yield numbered({"type": f"response.{self._final['status']}", "response": self._final})
+        yield add_number({"type": f"response.{self._final['status']}", "response": self._final})
 
     def _events(self, event: Event) -> Iterator[JsonObject]:
         thoughts, parts = self._choice.parse(event)

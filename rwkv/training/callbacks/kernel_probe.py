@@ -82,7 +82,7 @@ class Sample:
     def as_row(self) -> dict[str, float]:
         return {"step": self.step} | {name: sum(milliseconds(*span) for span in spans) for name, spans in self.spans.items()}
 
-    def timed(self, operator: Call, *inputs: object) -> tuple[Tensor, LayerState]:
+    def time_call(self, operator: Call, *inputs: object) -> tuple[Tensor, LayerState]:
         begin = timestamp(self.device)
         y, state = operator(*inputs)
         self.spans["forward_ms"].append((begin, timestamp(self.device)))
@@ -213,7 +213,7 @@ class Probe(Callback):
         if batch_idx % self.options.accumulate == 0 and is_sampled:
             self._sample = Sample(step, pl_module.device.type)
             sample = self._sample
-            self._wrapped_operators = WrappedOperators(pl_module, lambda operator, layer: partial(sample.timed, operator))
+            self._wrapped_operators = WrappedOperators(pl_module, lambda operator, layer: partial(sample.time_call, operator))
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: STEP_OUTPUT,
                            batch: object, batch_idx: int) -> None:
