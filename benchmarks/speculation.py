@@ -9,8 +9,8 @@ the time of all layers is extrapolated. `cost` is the time of an additional toke
 rwkv/generation/proposal_cost.py.
 
 With --draft, the program continues pieces of TEXT at temperatures 0 and 1, alternately with and without a draft (ngram, or a
-checkpoint). It measures tokens per second, the fraction of proposed tokens that were accepted, and tokens per pass. The program
-fails if the draft changes the generated text. Two models to measure can be trained on the standard library:
+checkpoint), measures tokens per second, the fraction of proposed tokens that were accepted, and tokens per pass, and fails if
+the draft changes the generated text. Two models to measure can be trained on the standard library:
 
     python train.py model=rwkv7_tiny model.n_layer=8 model.n_embd=512 trainer.max_tokens=8000000 out_dir=runs/target
     python train.py model=rwkv7_tiny model.n_layer=4 model.n_embd=192 trainer.max_tokens=8000000 out_dir=runs/draft

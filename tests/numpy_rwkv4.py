@@ -1,7 +1,7 @@
 """RWKV-4 in NumPy and float64, from the formulas of arXiv 2305.13048 (equations 11 to 18): the reference for all tests.
 
-It shares no code with rwkv/ and kernels/, and is not stabilised: e^k fits into float64 for every k below 700; beyond, the
-returned state is not finite.
+This file shares no code with rwkv/ and kernels/, and the recurrence is not stabilised: e^k fits into float64 for every k below
+700; beyond, the returned state is not finite.
 
     B rows, T tokens, V vocabulary, C n_embd, A n_att, F n_ffn, L layers; weights by their official names
 """

@@ -1,6 +1,6 @@
 """RWKV-7 in NumPy and float64, from the formulas of arXiv 2503.14456 (section 4): the reference for all tests.
 
-It shares no code with rwkv/ and kernels/. It computes the recurrence step by step, with S as a matrix.
+This file shares no code with rwkv/ and kernels/, and computes the recurrence step by step, with S as a matrix.
 
     B rows, T tokens, V vocabulary, C n_embd in H heads of N, L layers; weights by their official names
 """

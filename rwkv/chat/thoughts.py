@@ -19,7 +19,7 @@ Think = bool | Literal["fake"]
 
 START, END = "<think>", "</think>"
 THOUGHT_STARTS: dict[Think, str] = {False: "", True: "<think", "fake": "<think></think"}
-HINTS = {"low": " (think a bit)", "medium": " (think)", "high": " (think a lot)"}         # BlinkDL's, appended to the user's message
+HINTS = {"low": " (think a bit)", "medium": " (think)", "high": " (think a lot)"}         # BlinkDL's, appended to a message
 _AT_END = re.compile(r"<think>?(\s*</think>?)?\s*\Z")
 
 

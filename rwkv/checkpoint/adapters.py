@@ -1,4 +1,4 @@
-"""Reads adapters that other programs trained. They are merged into the base weights, in float32, whenever a weight is read.
+"""Reads adapters that other programs trained, and merges them into the base weights, in float32, whenever a weight is read.
 
     FILE.pth, .safetensors       RWKV-PEFT: LoRA as X.lora_A (r,in) and X.lora_B (out,r), without alpha; PiSSA if init_pissa.pth
                                  is in the same folder; MiSS, under its former names, as X.disha or X.bone

@@ -136,7 +136,7 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = N
 
 
 def describe(run: JsonObject, vocab_size: int, tokenizer: Tokenizer | None) -> JsonObject:
-    """Returns the entry `timemix` of a checkpoint file. It has only plain containers, so that loading it executes nothing."""
+    """Returns the entry `timemix` of a checkpoint file, which has only plain containers, so that loading executes no code."""
     return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer and tokenizer.to_dict(),
             "tokenizer_hash": tokenizer and tokenizer.hash}
 

@@ -22,9 +22,9 @@ def pass_cost() -> float:
 class ProposalCost:
     """The cost of proposing tokens with one draft: the draft's time, and the time by which the pass takes longer.
 
-    Times are medians of recent ones, so that a single slow step changes nothing. They are measured for each number of proposed
-    tokens, because a pass with proposals also has a constant cost. For other numbers they are proportional to the time of the
-    nearest number, and until any has been measured FEWEST_PASSES times, they are estimated from pass_cost() and `draft_cost`.
+    Times are medians of recent ones, so that a single slow step changes nothing. Times are measured for each number of proposed
+    tokens, because a pass with proposals also has a constant cost. Times for other numbers are proportional to that of the
+    nearest number. Until a number has been measured FEWEST_PASSES times, times are estimated from pass_cost() and `draft_cost`.
 
     Args:
         draft_cost: the estimated time in which the draft proposes one token, as a fraction of the time of a model step.

@@ -1,7 +1,7 @@
 """Draws the SVG figures of a report: lines over steps, and bars. STYLE is the style sheet, and page.py defines the colours.
 
 A figure of lines is WIDTH by HEIGHT units, and the page scales each figure. Values that are not finite are not drawn. A figure
-of lines shows the step under the mouse pointer and each kernel's value at this step. This needs no script, because the plot
+of lines shows the step under the mouse pointer and each kernel's value at this step. No script is needed, because the plot
 consists of strips, and the style sheet shows a strip's text while the pointer is over the strip.
 """
 

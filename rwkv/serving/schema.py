@@ -53,8 +53,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
     "length_penalty": (1,), "early_stopping": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,)}
 CONTINUATION = ("add_generation_prompt", "continue_final_message")       # the options in NEUTRAL that chat completions support
-# The server ignores the parameters of the samplers in OFF. It also ignores options for loading and memory, because the size of
-# a state is constant and the model stays loaded.
+# The server ignores the parameters of the samplers in OFF, and options for loading and memory, because the size of a state is
+# constant and the model stays loaded.
 WITHOUT_EFFECT = (
     "mirostat_eta", "mirostat_tau", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "dynatemp_exponent", "smoothing_curve", "repeat_last_n", "num_ctx", "num_batch", "num_keep",

@@ -24,7 +24,7 @@ async def answer(service: Service, sequences: list[Generate], spec: ResponseSpec
 async def submit(service: Service, sequences: list[Generate], begun: bool = False) -> Ticket:
     """Queues sequences, and returns their ticket. Raises ApiError, such as 429 if the queue is full.
 
-    `begun` is True for further sequences of a request that has begun. They are queued even if the queue is full or the server
+    `begun` is True for further sequences of a request that has begun, which are queued even if the queue is full or the server
     is stopping.
     """
     if (grammar := sequences[0].request.grammar) is not None:

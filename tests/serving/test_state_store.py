@@ -1,8 +1,4 @@
-"""Tests of states.
-
-States are made of prompts, messages, files and answers. They are continued, listed, downloaded and freed, and are kept over a
-restart.
-"""
+"""Tests states made of prompts, messages, files and answers: continued, listed, downloaded, freed and kept over a restart."""
 
 import asyncio
 import json

@@ -1,7 +1,7 @@
 """Tests of conversations with tools in the template g1, by the official client against the real server, whole and streamed.
 
-The model writes a given answer after each question. It knows a question by one token, because the vocabulary has a token for
-the end of each prompt. Its answers are cut into tokens at random, also within tags, JSON and characters.
+The model writes a given answer after each question, and recognises a question by one token, because the vocabulary has a token
+for the end of each prompt. Answers are cut into tokens at random, also within tags, JSON and characters.
 tests/chat/test_calls.py has all forms of calls.
 """
 

@@ -63,8 +63,8 @@ def can_fuse(*layers: nn.Module) -> bool:
     """Returns True if these layers' products may be computed without calling the layers.
 
     The layers must be called if torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see
-    the calls, or if a layer is not a plain nn.Linear. They must also be called if a weight is frozen, because autograd skips a
-    frozen weight's gradient, and fused code does not.
+    the calls, if a layer is not a plain nn.Linear, or if a weight is frozen, because autograd skips a frozen weight's gradient,
+    and fused code does not.
     """
     return can_use_functions() and all(map(_is_plain, layers))
 

@@ -20,7 +20,7 @@ def first_carry(tokens: Tensor) -> Carry:
 
 
 class DeepEmbedChannelMix(ChannelMix):
-    """Channel mixing with DeepEmbed. It reads the carry's tokens and, before merge(), the tokens' embeddings."""
+    """Channel mixing with DeepEmbed, which reads the carry's tokens and, before merge(), the tokens' embeddings."""
 
     def __init__(self, n_embd: int, n_ffn: int, vocab_size: int, R: int) -> None:
         super().__init__(n_embd, n_ffn)

@@ -3,8 +3,8 @@
 The file always describes the machine. The key `wrong` holds the message of kernel_check.py. trainer.probe=true adds:
 - the times of about SAMPLES steps after the warm-up, and of the operator's forward and backward passes in these steps. A clock
   measures a CPU, and CUDA events measure a GPU. The events are read after training.
-- the errors of the operator's output and gradients in each layer, relative to the float64 reference. They are measured with the
-  inputs and the upstream gradients of two batches: in the third step, and after training with the last step's batch. Before
+- the errors of the operator's output and gradients in each layer, relative to the float64 reference. Errors are measured with
+  the inputs and the upstream gradients of two batches: in the third step, and after training with the last step's batch. Before
   the third step, all gradients that reach the operator are zero, because some matrices are initialised with zeros. If no
   weight before the operator is trained, as in the first layers of some tuned models, only the output is measured.
 

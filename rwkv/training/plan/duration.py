@@ -67,7 +67,7 @@ def product_parameters(model: ModelConfig, vocab_size: int) -> int:
 def estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device) -> float:
     """Estimates the seconds of an optimiser step from the measured speed of one matrix product.
 
-    The estimate is right within a factor of two or three. It assumes that a token takes 2 operations per parameter in the
+    The estimate is right within a factor of two or three, and assumes that a token takes 2 operations per parameter in the
     forward pass and 4 operations in the backward pass.
     """
     operations = 6.0 * product_parameters(config.model, vocab_size) * config.tokens_per_step
