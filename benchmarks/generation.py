@@ -1,4 +1,4 @@
-"""Measures prefill and decoding in each dtype, beside other programs.
+"""Measures prefill and decoding in each dtype, and compares them with other programs.
 
     python -m benchmarks.generation [--generation rwkv7] [--shape L,C,V] [--zeros FRACTION] [--dtype ...] [--batch 1,8]
         [--prompt 512] [--json FILE]

@@ -1,4 +1,4 @@
-"""Measures the throughput of the server, beside the engine alone and llama.cpp's server.
+"""Measures the throughput of the server, and compares it with the engine alone and with llama.cpp's server.
 
     python -m benchmarks.serving PART [--dtype int8 ...] [--texts 8 32] [--seconds 12] [--shape L,C,V] [--json FILE]
 
