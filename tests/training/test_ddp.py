@@ -76,7 +76,8 @@ def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:
 
 
 def test_two_processes_leave_no_temporary_files(folder: Path, two: Done) -> None:
-    assert list((folder / "temporary").iterdir()) == []
+    names = [path.name for path in (folder / "temporary").iterdir()]
+    assert [name for name in names if not name.startswith("torchinductor_")] == []       # the cache of all of a user's runs
 
 
 def test_two_processes_print_each_line_once(one: Done, two: Done) -> None:
