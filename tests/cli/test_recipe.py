@@ -131,7 +131,7 @@ def test_a_run_s_configuration_is_a_recipe(tmp_path: Path) -> None:
     (b"hydra: x\n", ["hydra has no effect"]),
     (b"hydra: {sweeper: {params: 3}}\n", ["hydra.sweeper.params has no effect"]),
     (b"hydra: {sweeper: {params: {model: {n_layer: '2,4'}}}}\n", ["hydra.sweeper.params.model", "full name"]),
-    (b"hydra: {sweeper: {params: {seed: [0, 1]}}}\n", ["hydra.sweeper.params.seed", 'such as "0,1"']),
+    (b"hydra: {sweeper: {params: {seed: [0, 1]}}}\n", ["hydra.sweeper.params.seed", '"0,1"']),
     (b"hydra.run.dir: x\n", ["hydra.run.dir has no effect"]), (b"seed: 2020-13-45\n", ["cannot read"]),
     (b"defaults: [seed: 5]\n", ['seed in "defaults" is not a group']),
     (b"seed: ???\n", ["seed has no value"]),
