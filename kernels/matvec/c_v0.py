@@ -12,6 +12,8 @@ from kernels.registry import Requires
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, formats=tuple(FORMATS))
 BLOCK = TOGETHER * GROUP                 # numbers of a row that are prepared together for int4 and GGUF's blocks
 CACHED = 2**19                           # int8: elements of x per call that stay in the cache; at least 64 rows
+MANY_ROWS = 64                           # from this many rows on, converting W once for all rows is faster
+TILE_ROWS = 12                           # a multiple of the rows in a tile of x (csrc/many_rows.c) at every level
 SMALL = 2**16                            # products up to which one thread finishes before a second would wake
 
 
@@ -44,6 +46,24 @@ def int8_product(packed: Int8) -> Callable[[Tensor], Tensor]:
         return y
 
     return product
+
+
+def bfloat16_product(weight: Tensor, x: Tensor) -> Tensor:
+    """Returns y (R,N) of a bfloat16 W (N,K) and a float32 x (R,K), which is not rounded.
+
+    The bits of a row depend on the number of rows only in so far as MANY_ROWS or more rows are summed in another order.
+    """
+    R, N, K = len(x), *weight.shape
+    weight, x, y = weight.contiguous(), x.contiguous(), x.new_empty(R, N)
+    if R < MANY_ROWS:
+        threads = 1 if N * K * R <= SMALL else native.threads_for(N)
+        native.run("matvec", threads, KINDS["bfloat16 as float32"], False, N, K, R, K, 0, 0, False, threads,
+                   weight, None, None, x, None, y)
+    else:
+        tiles = x.new_empty(-(-R // TILE_ROWS) * TILE_ROWS, K)
+        native.run("matvec_tiles", native.threads_for(R), R, K, x, tiles)
+        native.run("matvec_many_rows", native.threads_for(N), N, K, R, weight, tiles, y)
+    return y
 
 
 def dense(packed: Packed, dtype: torch.dtype) -> Tensor:

@@ -33,7 +33,7 @@ from rwkv.model.base import Model
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import product_dtype
 
-IN_C = "c_v0"                            # the C kernel of kernels/matvec, for int8 and GGUF's blocks
+IN_C = "c_v0"                            # the C kernel of kernels/matvec, for int8, bfloat16 and GGUF's blocks
 UNPACKED, UNPACKED_ON_GPU = 2**22, 2**24         # elements of a matrix that are converted to floating point at a time
 M = TypeVar("M", bound=Model)
 
@@ -266,8 +266,8 @@ class PackedLinear(_PackedWeight):
 class BFloat16Linear(nn.Linear):
     """A linear layer without a bias, with a frozen weight (N,K) in bfloat16: x (...,K) -> (...,N) in the dtype of x.
 
-    Products are in the dtype of x, or in autocast's dtype. The weight is converted to that dtype a block of rows at a time, so
-    that float32 products need no bfloat16 instructions and no second copy of the weight.
+    Products are in the dtype of x, or in autocast's dtype. The weight is converted to that dtype a part at a time, so that
+    float32 products need no bfloat16 instructions and no second copy of the weight.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -278,6 +278,10 @@ class BFloat16Linear(nn.Linear):
         return _product(self, x.to(product_dtype(x)))
 
     def forward_rows(self, rows: Tensor) -> Tensor:
+        in_c = rows.is_cpu and rows.dtype == torch.float32 and not torch.compiler.is_compiling()
+        if in_c and why_not("matvec", IN_C) is None:
+            y: Tensor = load("matvec", IN_C).bfloat16_product(self.weight.detach(), rows)
+            return y
         return torch.cat([F.linear(rows, part) for part in self.row_blocks(rows.dtype)], 1)
 
     def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:

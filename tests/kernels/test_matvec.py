@@ -9,7 +9,7 @@ from implementations import implementations
 
 from kernels import native
 from kernels.compare import errors, misses
-from kernels.matvec import BLOCKS, FORMATS, GROUP, Int4, Int8, MatVec, _packing, cases, exact_copy, pack
+from kernels.matvec import BLOCKS, FORMATS, GROUP, Int4, Int8, MatVec, _packing, c_v0, cases, exact_copy, pack
 from kernels.registry import runnable
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -243,6 +243,23 @@ def test_int8_by_input_has_the_bits_of_int8_by_output(rows: int, level: str, mon
         for zeros in (0.0, 0.9, 1.0):
             x = torch.randn(1, rows, K).abs() * (torch.rand(rows, K) >= zeros)
             assert torch.equal(matvec.bind(by_input)(x)[0], matvec.bind(by_output)(x)[0])
+
+
+@in_c
+def test_bfloat16_products_of_float32_rows_have_the_same_bits_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes have incomplete tiles, panels and pieces of K. The bits of a row do not depend on the other rows."""
+    for R, N, K in ((c_v0.MANY_ROWS, 7, 13), (200, 33, 300), (77, 150, 768), (70, 64, 2050), (9, 40, 72), (0, 3, 8)):
+        x, packed = cases.inputs(R, N, K, "bfloat16")
+        by_level = []
+        for level in native.levels():
+            monkeypatch.setattr(native, "level", lambda level=level: level)
+            by_level.append(c_v0.bfloat16_product(packed.weight, x))
+            expected = x.double() @ packed.weight.double().T
+            assert not misses(errors({"y": by_level[-1]}, {"y": expected}), cases.tolerance("c_v0", "bfloat16")), (R, level)
+            among_others = c_v0.bfloat16_product(packed.weight, torch.cat([torch.randn(2, K), x[2:]]))
+            assert torch.equal(among_others[2:], by_level[-1][2:])
+        if R >= c_v0.MANY_ROWS:
+            assert all(torch.equal(y, by_level[0]) for y in by_level)
 
 
 def test_int8_stays_by_output_where_inputs_have_a_sign_or_c_requires_it() -> None:

@@ -25,6 +25,7 @@ from kernels import matvec, native, registry, wkv4, wkv7
 from kernels.compare import errors, misses
 from kernels.draw import NO_BIAS, Filters
 from kernels.draw import c_v0 as c_draw
+from kernels.matvec import c_v0
 from kernels.matvec import cases as matvec_cases
 from kernels.native import build
 from kernels.registry import KernelUnavailable, why_not
@@ -454,6 +455,9 @@ def test_arm_computes_products(on_arm: Emulator) -> None:
     packed = matvec.pack(torch.randn(7, 300), "int4")
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(matvec.MatVec("c_v0").dense(packed, dtype), packed.dense(dtype))
+    x, packed = matvec_cases.inputs(70, 35, 300, "bfloat16")
+    y, expected = c_v0.bfloat16_product(packed.weight, x), x.double() @ packed.weight.double().T
+    assert not misses(errors({"y": y}, {"y": expected}), matvec_cases.tolerance("c_v0", "bfloat16"))
     by_output = matvec.Int8.of(torch.randn(136, 520), non_negative=True)
     for rows in (1, 3, 9):
         x = torch.randn(1, rows, 520).relu()
