@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -33,6 +34,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG_TEXT = "a long text. " * 6000       # exceeds SHORT in rwkv/tokenizer/world.py, so that encoding it loads the fast library
 AFTER_GRACE = 10                         # seconds allowed for sending the last events
+OTHER_FILES = 128                        # most files that the HTTP process has open besides connections
 
 
 def serve(config: ServeConfig, work: Work) -> None:
@@ -100,7 +102,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
                       SharedFolder(Path(config.states_dir), engine, responses) if config.states_dir else None)
     engine.observe = service.metrics.observe
     Protocol.receive_s = config.receive_s
-    Protocol.most = config.max_connections
+    Protocol.most = _allow_connections(config.max_connections)
     options = uvicorn.Config(application(service), http=Protocol, lifespan="off", log_config=None,
                              log_level="error", access_log=False, server_header=False, ws="none",
                              timeout_keep_alive=IDLE_S,
@@ -133,6 +135,30 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
             runner.run(main())
     finally:
         compilers.close()
+
+
+def _allow_connections(most: int) -> int:
+    """Raises the limit on this process's open files for so many connections. Returns the number that the limit then allows.
+
+    Many systems allow a process only 1024 open files until it asks for more. At the limit, uvloop closes new connections.
+    """
+    if sys.platform == "win32":
+        return most
+    import resource
+
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = most + OTHER_FILES
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return most
+    with suppress(OSError, ValueError):          # macOS allows fewer files than the highest limit that it reports
+        target = needed if highest == resource.RLIM_INFINITY else min(needed, highest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, highest))
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = min(most, max(limit - OTHER_FILES, 1))
+    if allowed < most:
+        say("limits", f"the system allows {limit} open files: at most {counted(allowed, 'connection')} instead of "
+                      f"max_connections={most}. Raise the system's limit, such as with ulimit -n")
+    return allowed
 
 
 def _model_name(config: ServeConfig) -> str:

@@ -1,5 +1,6 @@
 """Tests of what the server does before it says that it is ready."""
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from rwkv.model.decoding import triton_step
 from rwkv.programs.serve import _gpu_lines
 from rwkv.serving.engine import worker
 from rwkv.serving.messages import Ready
+from rwkv.serving.server import OTHER_FILES, _allow_connections
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 
@@ -90,3 +92,26 @@ def test_a_full_gpu_ends_the_engine_with_one_sentence() -> None:
     assert failed.mistake
     assert "2.00 GiB" in failed.reason
     assert "max_rows=" in failed.reason
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit on open files")
+def test_connections_fit_into_the_limit_on_open_files(monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    """Linux often allows a process 1024 open files, and macOS 256, until it asks for more."""
+    import resource
+
+    def refuse(*arguments: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    set_limit = resource.setrlimit
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, highest))
+    try:
+        assert _allow_connections(200) == 200
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 200 + OTHER_FILES
+        assert not capsys.readouterr().err
+        monkeypatch.setattr(resource, "setrlimit", refuse)
+        assert _allow_connections(1000) + OTHER_FILES == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert "max_connections=1000" in capsys.readouterr().err
+    finally:
+        set_limit(resource.RLIMIT_NOFILE, (limit, highest))
