@@ -19,6 +19,7 @@ Commands:
   /help               lists the commands
   /quit               ends the program; so does Ctrl-D
 
+A turn whose first word has another slash, such as a path, is no command.
 Ctrl-C stops the answer, not the program. Esc, then Enter starts a new line. The
 state is carried over: each turn prefills only its new tokens. The first lines
 show the chat template and the sampling options, and why they were chosen.
@@ -130,8 +131,8 @@ class Terminal:
     def turn(self, text: str) -> bool:
         """Handles a command or a turn of the user. Prints an error on standard error, and then returns False."""
         try:
-            if text.startswith("/"):
-                name, _, rest = text[1:].partition(" ")
+            name, _, rest = text[1:].partition(" ")
+            if text.startswith("/") and "/" not in name:       # no command, but a path or a comment, has another slash
                 if name not in self._commands:
                     raise UserError(f"the command /{name} is unknown; {self.commands()}")
                 self._commands[name](rest.strip())
@@ -295,7 +296,7 @@ def _typed_turns() -> Iterator[str]:
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     # If answers go to a file or a pipe, the prompt is shown on standard error
-    session: Any = PromptSession(key_bindings=keys, output=create_output(always_prefer_tty=True))
+    session: Any = PromptSession(key_bindings=keys, enable_suspend=True, output=create_output(always_prefer_tty=True))
     while True:
         try:
             yield session.prompt("> ").strip()

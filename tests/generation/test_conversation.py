@@ -207,6 +207,25 @@ def test_the_prompt_is_on_the_terminal_where_answers_go_to_a_file(monkeypatch: p
     os.close(reader)
 
 
+def test_a_path_is_no_command() -> None:
+    chat = talk()
+    assert Terminal(chat).turn("/etc/hosts has which lines?")
+    assert chat.messages[0]["content"] == "/etc/hosts has which lines?"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGTSTP"), reason="Windows suspends no programs")
+def test_ctrl_z_suspends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line that was begun goes on afterwards."""
+    input_ = pytest.importorskip("prompt_toolkit.input")
+    application = pytest.importorskip("prompt_toolkit.application")
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
+    with input_.create_pipe_input() as keys, application.create_app_session(input=keys):
+        keys.send_text("Hi\x1a there\r")
+        assert next(_typed_turns()) == "Hi there"
+    assert sent == [(0, signal.SIGTSTP)]
+
+
 @pytest.mark.parametrize("change", [Chat.undo, Chat.retry])
 def test_nothing_to_undo_or_retry(change: Callable[[Chat], object]) -> None:
     with pytest.raises(UserError):
