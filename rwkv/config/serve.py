@@ -24,6 +24,8 @@ class ServeConfig(DraftedConfig):
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces", heading="HTTP", filled=True)
     port: int = option(8000, "port; 0: any free port", least=0)
     api_key: list[str] = option(list, "API key that clients must send; repeatable, one per client; null: no keys", filled=True)
+    api_key_file: str | None = option(None, "file of further API keys, one per line; other users of the machine can see "
+                                      "api_key= on the command line", verbatim=PATH)
     cors: list[str] = option(list, "allowed CORS origin; repeatable", filled=True)
     sampling: str = preset_option("openai", heading="Sampling defaults for requests")
     max_rows: int = option(32, "batch size: sequences generated at a time", least=1, heading="Limits")

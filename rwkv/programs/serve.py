@@ -36,8 +36,10 @@ GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
@@ -46,6 +48,7 @@ from rwkv.chat.thoughts import THOUGHT_STARTS, Think
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
+from rwkv.io.utf8 import read_text
 from rwkv.programs.sampling import ChosenSampling, SamplingChoice
 from rwkv.serving.log import say
 
@@ -62,10 +65,24 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     except ModuleNotFoundError as error:
         raise UserError(f"serving requires the package {error.name}: run pip install -e '.[serve]' in a clone of the "
                         "repository") from None
+    if config.api_key_file is not None:
+        config = replace(config, api_key=[*config.api_key, *_keys_in(config.api_key_file)])
     require_files(config, config.template)
     require_adapters(config)
     say("loading", config.checkpoint)
     server.serve(on_disk(config), partial(run_engine, user_keys=line.keys))
+
+
+def _keys_in(path: str) -> list[str]:
+    """Returns the API keys in a file, one per line. Raises UserError for a file without keys, which would open the server.
+
+    A line null is no key, as in api_key=null. Some programs write it if they find no key.
+    """
+    name = f"api_key_file={path}"
+    keys = [key for line in read_text(Path(path), name).split("\n") if (key := line.strip()) not in ("", "null")]
+    if not keys:
+        raise UserError(f"{name} has no keys: the file must have one key per line")
+    return keys
 
 
 def run_engine(connection: Connection, config: ServeConfig, user_keys: Collection[str]) -> None:
