@@ -107,14 +107,21 @@ def _error_formatter(request: Request) -> Callable[[ApiError], JsonObject] | Non
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
     form = _error_formatter(request)
     if error.status_code == 405:
-        response = ApiError(405, f"{request.url.path} does not accept the method {request.method}").response(form)
+        response = ApiError(405, f"{path} does not accept the method {request.method}").response(form)
         response.headers.update(error.headers or {})             # Allow
         return response
     if error.status_code == 404:
-        return ApiError(404, f"unknown path {request.url.path[:200]}").response(form)
+        return ApiError(404, f"unknown path {path}{_hint(path)}").response(form)
     return ApiError(error.status_code, error.detail).response(form)
+
+
+def _hint(path: str) -> str:
+    """Returns the rest of the error message if an unknown path lacks the beginning of an endpoint's path, or repeats it."""
+    similar = [endpoint.path for endpoint in ENDPOINTS if endpoint.path.endswith(path) or path.endswith(endpoint.path)]
+    return f". The endpoint is {min(similar, key=len)}: correct the base URL in the client's settings" if similar else ""
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

@@ -108,6 +108,13 @@ def test_another_method_or_path_is_an_error_of_the_interface(server: Running, me
     assert ("allow" in answer.headers) == (status == 405)
 
 
+@pytest.mark.parametrize(("path", "endpoint"), [
+    ("/chat/completions", "/v1/chat/completions"), ("/v1/v1/models", "/v1/models"), ("/v1/api/tags", "/api/tags")])
+def test_an_unknown_path_that_is_like_an_endpoint_s_names_the_endpoint(server: Running, path: str, endpoint: str) -> None:
+    assert f" {endpoint}:" in httpx.get(server.url + path).json()["error"]["message"]
+    assert "endpoint" not in httpx.get(f"{server.url}/nothing").json()["error"]["message"]
+
+
 @pytest.mark.soak
 def test_idle_connections_stay_open_until_a_new_connection_needs_their_place(start: Callable[..., Running]) -> None:
     """A proxy uses connections again that were idle for many seconds. At the limit, the longest idle connection is closed."""
