@@ -124,7 +124,7 @@ CALL_INFO = ("", "json", "tool_call", "tool_calls")      # languages of fences t
 # complete, and the key's value so far.
 BEGINNING = re.compile(r'\[?\s*(?:\{\s*(?:"(\w*)("\s*(?::\s*(.*))?)?)?)?\Z', re.DOTALL)
 FIRST_KEYS = ("name", "arguments", "type", "function", "id")
-LONGEST_BEGINNING = 200                  # BEGINNING is matched against at most this many characters; a name has at most 64
+LONGEST_BEGINNING = 200                  # BEGINNING is matched against at most this many characters; a name has at most 128
 JSON_LIKE = re.compile(r'\{\s*"|\[\s*["{\[]')          # matches JSON, but not a bracket in prose
 BRACKETS = re.compile(r'[{}\[\]"\\]')                   # the characters that determine where JSON ends
 SPACE = re.compile(r"\s*")

@@ -2,7 +2,8 @@
 
 The server ignores OpenAI's fields that do not affect the text, and refuses unsupported and unknown fields, with exceptions:
 - A field with null counts as absent, even an unknown field, because some clients send all fields that they know.
-- -1 counts as absent in seed, max_tokens and top_k, because clients of llama.cpp, LM Studio and vLLM send -1.
+- -1 counts as absent in seed, top_k and the fields for the number of new tokens, because clients of llama.cpp, LM Studio and
+  vLLM send -1.
 - 2.0 counts as 2, as in JSON Schema, because languages without integers send 2.0.
 - Options of Ollama, llama.cpp and vLLM are accepted, because clients such as Open WebUI and SillyTavern send them. If this
   server lacks an option, the value must turn the option off.
@@ -32,14 +33,17 @@ MOST_ROWS = 128                          # maximum sequences in one request
 MOST_LOGPROBS = 20                       # maximum top log-probabilities per position, as in OpenAI's chat API
 MOST_ECHO_LOGPROBS = 5                   # the same with echo, which adds them for the prompt
 MOST_TOOLS = 128                         # maximum tools in one request
+NO_LIMIT = -1                            # the number of tokens that clients without a limit send
 MOST_CORRECTED = 8                       # maximum nested places with unknown null fields, or with floats such as 2.0
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 NewTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]            # -1 means the server's default
+MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]            # NO_LIMIT means the server's default
 Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1 requests a random seed
 Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]       # Python's $ also matches before "\n"
+# OpenAI's API allows names of up to 64 letters, digits, _ and -, Anthropic's up to 128. Names of MCP's tools may have . and /
+ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_./-]{1,128}$(?!\n)")]
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -267,7 +271,7 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    name: Name
+    name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None           # true enforces the schema even in calls that tool_choice does not require
@@ -328,7 +332,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         description="Must be false if continue_final_message is true, and true or absent otherwise.")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
-    max_completion_tokens: NewTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None        # [] counts as absent
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
@@ -408,7 +412,7 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     """A function that the model may call. Chat completions nest the same fields in another object."""
 
     type: Literal["function"]
-    name: Name
+    name: ToolName
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
@@ -450,7 +454,7 @@ class ResponseRequest(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     previous_response_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = None
-    max_output_tokens: NewTokens | None = None
+    max_output_tokens: MaxTokens | None = None
     tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | ResponseAllowedTools | None = None
     parallel_tool_calls: bool | None = None

@@ -149,6 +149,14 @@ def test_log_probabilities_are_of_the_allowed_tokens() -> None:
     assert end["logprob"] == 0
 
 
+def test_arguments_fit_the_schema_of_the_tool_that_is_named() -> None:
+    schema = {"properties": {"n": {"type": "integer"}}, "additionalProperties": False}
+    grammar = Grammar.text_with_calls([("a.b/c-d", schema, "schema")])
+    for name, arguments, allowed in (("a.b/c-d", '{"n": 3}', True), ("a.b/c-d", '{"m": 3}', False),
+                                     ("axb/c-d", '{"m": 3}', True)):
+        assert allows(grammar, f'Well: {{"name": "{name}", "arguments": {arguments}}}') == allowed
+
+
 def test_the_end_comes_where_the_grammar_accepts() -> None:
     eager = following(256, [*b"\n"], [0, 0], [*b"a", 0])         # this model ends a text as soon as it may
     assert "".join(generate(eager, BYTES, "", 20, temperature=0, grammar=Grammar.regex("a{3}b*"))).startswith("aaa")

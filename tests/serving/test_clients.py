@@ -60,7 +60,7 @@ NOT_HERE: list[tuple[str, Any]] = [
     ("reasoning", {"effort": "low"})]
 OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("temperature", 2.01), ("top_p", -0.01), ("presence_penalty", 2.01), ("frequency_penalty", -2.01), ("n", 0),
-    ("stop", list("abcde")), ("top_logprobs", 21), ("top_logprobs", -1), ("max_completion_tokens", -1)]
+    ("stop", list("abcde")), ("top_logprobs", 21), ("top_logprobs", -1), ("max_completion_tokens", -2)]
 
 # the server answers each of these messages like {"role": "assistant", "content": "hello"}
 SAME: list[dict[str, Any]] = [
@@ -169,6 +169,7 @@ def test_minus_one_means_no_value(api: httpx.Client) -> None:
         assert api.post("/completions", json={**COMPLETION, "n": 3, "seed": seed}).status_code == 200
     assert chat(api, top_k=-1) == chat(api)
     assert completion(api, max_tokens=-1) == completion(api, max_tokens=None)
+    assert chat(api, max_completion_tokens=-1) == chat(api)      # LangChain renames max_tokens
     assert chat(api, model="") == chat(api, model=None)
 
 

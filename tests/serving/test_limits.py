@@ -156,6 +156,8 @@ def test_the_servers_limit_ends_answers_of_requests_for_more_tokens(start: Calla
     answer = ask("/v1/responses", {"input": "a", "max_output_tokens": 64_000} | always)
     assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert (answer["max_output_tokens"], answer["usage"]["output_tokens"]) == (3, 3)
+    answer = ask("/v1/responses", {"input": "a", "max_output_tokens": -1} | always)
+    assert (answer["max_output_tokens"], answer["usage"]["output_tokens"]) == (None, 3)
     answer = ask("/v1/messages", {"model": "tiny", "messages": messages, "max_tokens": 64_000} | always)
     assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 3)
     long = {"stream": False, "format": {"type": "array", "minItems": 9}, "options": {"num_predict": 64_000}}

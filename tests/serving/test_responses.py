@@ -295,7 +295,7 @@ WRONG: list[tuple[str, Any]] = [
                                            {"type": "allowed_tools", "mode": "auto", "tools": []},
                                            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]})],
     *[("include", value) for value in (["unknown"], "message.output_text.logprobs", [3])],
-    *[("max_output_tokens", value) for value in (-1, 1.5, "x", 2**40)],
+    *[("max_output_tokens", value) for value in (-2, 1.5, "x", 2**40)],
     *[("reasoning", value) for value in (3, {"effort": "x"})],
     *[("text", value) for value in ({"format": {"type": "x"}}, {"format": 3}, {"x": 1})], ("top_logprobs", 21),
     *[("metadata", value) for value in ({"a": 1}, 3, {str(number): "" for number in range(17)})], ("temperature", 3),

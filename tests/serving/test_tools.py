@@ -169,6 +169,24 @@ def test_wrong_tools_are_named(tool_client: "openai.OpenAI", options: dict[str, 
     assert error.value.param.startswith(param)
 
 
+def test_a_tool_may_be_named_as_those_of_mcp(g1: Running) -> None:
+    """Claude Code puts the names of a plugin and its server before a tool's name."""
+    name = f"mcp__plugin_files__read.all/of-{'x' * 97}"
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    question = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "stream": False}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}]
+    for path, fields in (("v1/chat/completions", {"tools": tools, "tool_choice": "required"}),
+                         ("v1/chat/completions", {"tools": tools}),
+                         ("api/chat", {"tools": tools, "options": {"num_predict": 9}}),
+                         ("v1/messages", {"tools": [{"name": name, "input_schema": schema}]})):
+        answer = httpx.post(f"{g1.url}/{path}", json={**question, **fields}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        if "tool_choice" in fields:
+            assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == name
+    tools[0]["function"] = {"name": f"{name}x"}
+    assert httpx.post(f"{g1.url}/v1/chat/completions", json={**question, "tools": tools}).status_code == 400
+
+
 def test_a_template_without_tools_refuses_them(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     for fields, param in (({"tools": TOOLS}, "tools"), ({"tools": TOOLS, "tool_choice": "none"}, "tools"),

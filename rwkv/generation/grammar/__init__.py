@@ -11,6 +11,7 @@ module requires neither torch nor llguidance.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -124,8 +125,9 @@ class Grammar:
         constrained.
         """
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
+        names = [re.escape(name).replace("/", r"\/") for name, _, _ in functions]         # Lark ends a pattern at "/"
         heads = tuple(rf'head_{part.name}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
-                      for part, (name, _, _) in zip(parts, functions, strict=True))
+                      for part, name in zip(parts, names, strict=True))
         calls = " | ".join(f'head_{part.name} SPACE? @{part.name} SPACE? "}}"' for part in parts)
         return cls(f"({calls})* REST?", parts, (*heads, SPACE, REST))
 

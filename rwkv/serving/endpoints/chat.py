@@ -24,9 +24,9 @@ from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
-from rwkv.serving.schema import AllowedToolsChoice, ChatRequest, TemplateOptions, Thinking, Tool, read
+from rwkv.serving.schema import NO_LIMIT, AllowedToolsChoice, ChatRequest, TemplateOptions, Thinking, Tool, read
 from rwkv.serving.service import Service, default_max_tokens, handle_body, owner, resolve_adapter
-from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping_criteria
+from rwkv.serving.submission import answer, include_usage, make_sequences, message_ids, prompt_ids, stopping_criteria
 
 TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
 
@@ -68,7 +68,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
         answer_start = f"{answer_start}{end}"
         call_start = call_start.lstrip()
     prompt += call_start
-    maximum = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    maximum = body.max_tokens if body.max_completion_tokens in (None, NO_LIMIT) else body.max_completion_tokens
     usual = service.defaults[thinking.think, bool(tools)]
     maximum = default_max_tokens(service, usual)["chat"] if maximum in (None, NO_LIMIT) else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)

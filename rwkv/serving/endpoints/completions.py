@@ -10,9 +10,9 @@ from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
-from rwkv.serving.schema import MOST_ECHO_LOGPROBS, MOST_ROWS, CompletionRequest, Options, read
+from rwkv.serving.schema import MOST_ECHO_LOGPROBS, MOST_ROWS, NO_LIMIT, CompletionRequest, Options, read
 from rwkv.serving.service import Service, default_max_tokens, handle_body, owner, resolve_adapter
-from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, prompt_ids, stopping_criteria
+from rwkv.serving.submission import answer, include_usage, make_sequences, prompt_ids, stopping_criteria
 
 
 async def completions(service: Service, request: Request) -> Answer:

@@ -15,6 +15,7 @@ from rwkv.serving.http.errors import RETRY_AFTER, STATE_GONE, ApiError, json_res
 from rwkv.serving.messages import Event
 from rwkv.serving.responses.request import PreparedRequest
 from rwkv.serving.responses.store import Responses, StoredResponse
+from rwkv.serving.schema import NO_LIMIT
 
 
 class Output:
@@ -183,7 +184,7 @@ class ResponseAnswer(Answer):
             "completed_at": int(time.time()) if status == "completed" else None, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "metadata": body.metadata or {},
-            "max_output_tokens": None if body.max_output_tokens is None else request.stopping.max_new_tokens,
+            "max_output_tokens": None if body.max_output_tokens in (None, NO_LIMIT) else request.stopping.max_new_tokens,
             "model": self._spec.model, "output": self._output.items if finished else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
