@@ -6,15 +6,12 @@ from dataclasses import replace
 from rwkv.errors import UserError
 from rwkv.generation.request import Request
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.io.lines import counted
 from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate, SavedState, Turn
 from rwkv.serving.schema import Options
 from rwkv.serving.service import Service
-
-NO_LIMIT = -1                            # the value of max_tokens that clients without a limit send
 
 
 async def answer(service: Service, sequences: list[Generate], spec: ResponseSpec, body: Options) -> Answer:
@@ -64,9 +61,11 @@ def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt",
         if max(ids, default=0) >= service.tokenizer.vocab_size:
             last = service.tokenizer.vocab_size - 1
             raise ApiError(400, f"{param} must contain token ids from 0 to {last}; got {max(ids)}", param)
-    if len(ids) > service.config.max_prompt_tokens:
-        raise ApiError(400, f"{param} must have at most {counted(service.config.max_prompt_tokens, 'token')} on this server; "
-                            f"got {len(ids)}", param, "context_length_exceeded")
+    limit = service.config.max_prompt_tokens
+    if len(ids) > limit:                 # clients search for these phrases, which are Anthropic's and OpenAI's, and send less
+        raise ApiError(400, f"{param}: the prompt is too long: {len(ids)} tokens > {limit} maximum. This model's maximum "
+                            f"context length is {limit} tokens on this server (max_prompt_tokens=)", param,
+                       "context_length_exceeded")
     has_context = start is not None and start.tokens != 0        # a trained initial state has read no tokens
     return ids if ids or has_context else [service.tokenizer.end_of_text]
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -90,6 +91,12 @@ def test_a_small_server_names_its_limits(start: Callable[..., Running]) -> None:
         answer = api.post("/completions", json={"prompt": "a", "logit_bias": {"0": -100}}).json()
         assert answer["usage"]["completion_tokens"] == 3
         check_error(api.post("/completions", json={"prompt": "abcd" * 3, "n": 3, "echo": True, "logprobs": 1}), "echo")
+        # Claude Code searches messages for the first phrase, and LiteLLM for the second
+        talk = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "a" * 40}]}
+        for path, body in (("/messages", talk), ("/chat/completions", talk), ("/responses", {"input": "a" * 40})):
+            message = api.post(path, json=body).json()["error"]["message"].lower()
+            assert re.search(r"prompt is too long: \d+ tokens > 30 maximum", message)
+            assert "this model's maximum context length is 30 tokens" in message
         for path, body in (("/states", {"prompt": "a"}), ("/completions", {"prompt": "a", "save_state": True})):
             check_error(api.post(path, json=body))
         check_error(api.post("/states", content=b"x", headers={"content-type": "application/octet-stream"}))
