@@ -249,7 +249,7 @@ class _Answer:
 
     def __init__(self, template: "ChatTemplate", think: Think) -> None:
         self._parser = ThoughtParser(template.answer_start(think), template.thinks)
-        terminal = sys.stdout.isatty()
+        terminal = _shows_styles()
         self._marks = (DIM, f"{NORMAL}\n") if terminal else ("<think>\n", "\n</think>\n")
         self._cut = NORMAL if terminal else ""           # the text to print after thoughts that are cut short
         self.in_thoughts = False
@@ -264,6 +264,17 @@ class _Answer:
         if last and self.in_thoughts:
             after = self._cut if self._parser.thinking else self._marks[1].rstrip("\n")
         print(f"{before}{thoughts}{after}{text}", end="", flush=True)
+
+
+def _shows_styles() -> bool:
+    """Returns True if standard output is a terminal that shows dim text, and not TERM=dumb, which shows escape codes."""
+    if not sys.stdout.isatty():
+        return False
+    try:
+        from prompt_toolkit.utils import is_dumb_terminal
+    except ImportError:
+        return True
+    return not is_dumb_terminal()
 
 
 def _may_replace(file: Path) -> bool:
@@ -288,15 +299,21 @@ def _say(text: str) -> None:
 def _typed_turns() -> Iterator[str]:
     try:
         from prompt_toolkit import PromptSession
+        from prompt_toolkit.application import create_app_session
         from prompt_toolkit.key_binding import KeyBindings
         from prompt_toolkit.output import create_output
+        from prompt_toolkit.output.plain_text import PlainTextOutput
+        from prompt_toolkit.utils import is_dumb_terminal
     except ImportError:
         raise UserError("a chat in a terminal requires prompt_toolkit: run pip install prompt_toolkit, or send the turns "
                         "through standard input") from None
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
-    # If answers go to a file or a pipe, the prompt is shown on standard error
-    session: Any = PromptSession(key_bindings=keys, enable_suspend=True, output=create_output(always_prefer_tty=True))
+    output: Any = create_output(always_prefer_tty=True)          # standard error if answers go to a file or a pipe
+    if is_dumb_terminal():               # TERM=dumb, as in Emacs: escape codes would be shown
+        output = PlainTextOutput(output.stdout)
+    with create_app_session(output=output):              # as an argument of PromptSession, output would override TERM=dumb
+        session: Any = PromptSession(key_bindings=keys, enable_suspend=True)
     while True:
         try:
             yield session.prompt("> ").strip()

@@ -204,6 +204,13 @@ def test_the_prompt_is_on_the_terminal_where_answers_go_to_a_file(monkeypatch: p
             assert next(_typed_turns()) == "Hi"
         assert capsys.readouterr().out == ""
         assert b"> Hi" in os.read(reader, 4096)
+        monkeypatch.setenv("TERM", "dumb")       # as in Emacs, which shows escape codes
+        with application.create_app_session(input=keys):
+            keys.send_text("Ho\r")
+            assert next(_typed_turns()) == "Ho"
+        shown = os.read(reader, 4096)
+        assert b"> Ho" in shown
+        assert b"\x1b" not in shown
     os.close(reader)
 
 
