@@ -4,8 +4,10 @@ import asyncio
 import json
 import os
 import re
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -523,7 +525,25 @@ def test_a_client_that_hangs_up_leaves_no_state(server: Running, api: httpx.Clie
         wait_until(lambda: server.running_texts() > 0)
         reset(connection)
         wait_until(lambda: server.running_texts() == 0)
-    assert {state["id"] for state in ok(api.get("/states"))["data"]} == before
+    state = ok(api.post("/states", json={"prompt": "a"}))["id"]
+    content = api.get(f"/states/{state}/content").content
+    binary = {"content-type": "application/octet-stream"}
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    files = server.open_files()
+    for child in children:               # the engine reads the upload when its client has gone
+        os.kill(int(child), signal.SIGSTOP)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(post("/v1/states", content, "content-type: application/octet-stream\r\n"))
+            time.sleep(0.1)
+        wait_until(lambda: server.open_files() <= files)
+    finally:
+        for child in children:
+            os.kill(int(child), signal.SIGCONT)
+    after = {state, ok(api.post("/states", content=content, headers=binary))["id"]}     # the engine has read the first upload
+    assert {state["id"] for state in ok(api.get("/states"))["data"]} == before | after
+    for state in after:
+        api.delete(f"/states/{state}")
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": MESSAGES}, {"prompt": "a", "tools": [{}]}, {"prompt": 3},

@@ -40,7 +40,10 @@ async def make_state(service: Service, request: Request) -> ASGIApp:
         layout = request.query_params.get("state_layout")
         if layout not in (None, *STATE_LAYOUTS):
             raise ApiError(400, f"state_layout must be {' or '.join(STATE_LAYOUTS)}; got {layout[:40]!r}", "state_layout")
-        return _state_response(service, await service.engine.upload(service.states.new_state(owner(request)), content, layout))
+        state = await service.engine.upload(service.states.new_state(owner(request)), content, layout)
+        if await request.is_disconnected():              # no client would learn the state's id
+            service.engine.drop(state)
+        return _state_response(service, state)
     sequence = await handle_body(service, request, partial(_state_sequence, owner=owner(request)))
     spec = ResponseSpec("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
     return StateAnswer(service.engine, await submit(service, [sequence]), spec, False, service.config.timeout_s)
