@@ -253,6 +253,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, words: str) -> No
     ({"prompt": "a", "chosen": "b"}, "line 2: .*got prompt, chosen"),
     ({"question": "a", "context": "c", "answer": "b"}, 'line 2: the fields "question" and "answer" conflict with "context"'),
     ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
+    ({"prompt": "a", "completion": "b", "history": 4}, "line 2: history must be a list of pairs"),
     ({"prompt": "a", "completion": None, "chosen": "b", "rejected": "c"}, "line 2: a pair .* requires tune.objective=dpo"),
 ])
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:

@@ -297,10 +297,11 @@ def _prompt_messages(fields: JsonObject, question_field: str, answer_field: str)
             raise UserError(f'the fields "{question_field}" and "{answer_field}" conflict with "{more}". Put the whole prompt '
                             f'into "{question_field}", or rename the fields to "instruction", "input" and "output"')
         question = f"{question}\n{fields[more]}"
+    history = fields.get("history", [])
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise UserError(f"history must be a list of pairs [question, answer]; got {_excerpt(history)}")
     messages = []
-    for turn in fields.get("history", []):
-        if not isinstance(turn, list) or len(turn) != 2:
-            raise UserError("history must be a list of pairs [question, answer]")
+    for turn in history:
         messages += [*_as_messages("user", turn[0], "history"), *_as_messages("assistant", turn[1], "history")]
     return [*messages, *_as_context(_as_messages("user", question, question_field))]
 
