@@ -4,6 +4,7 @@ After a crash the target is either the complete old file or the complete new one
 are written directly.
 """
 
+import errno
 import os
 import shutil
 import sys
@@ -40,6 +41,12 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def require_folder(path: Path) -> None:
+    """Raises FileNotFoundError if a folder has been deleted, because write_file would create it again, without its files."""
+    if not path.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the folder has been deleted or moved", str(path))
 
 
 def copy_permissions(source: Path, target: Path) -> None:

@@ -26,7 +26,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank
 from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, count_tokens, score_text
-from rwkv.io.atomic import write_file
+from rwkv.io.atomic import require_folder, write_file
 from rwkv.io.json_types import JsonObject, StateDict
 from rwkv.io.lines import counted, labelled_line
 from rwkv.model.base import Model
@@ -152,6 +152,7 @@ class BeforeAfter(Callback):
         content = {"tuned": self._tuning_summary(task.model), "guard": self.config.tune.guard if self.guard else None,
                    **{when: losses for when, losses in measured.items() if losses}, "samples": samples}
         text = json.dumps(content, ensure_ascii=False)
+        require_folder(self.path.parent)
         # In a path that is not UTF-8, backslashreplace writes JSON's escapes
         write_file(self.path, lambda file: file.write(text.encode(errors="backslashreplace")))
 

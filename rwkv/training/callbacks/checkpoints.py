@@ -35,7 +35,7 @@ from rwkv.checkpoint.location import FOLDER, LAST, is_checkpoint, is_sharded
 from rwkv.data.loaders import worker_error
 from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UnreadableError, UserError
-from rwkv.io.atomic import old_path_during_replace, remove, replace_folder, write_file
+from rwkv.io.atomic import old_path_during_replace, remove, replace_folder, require_folder, write_file
 from rwkv.io.json_types import StateDict
 from rwkv.training.callbacks.divergence import Divergence
 from rwkv.training.sharding.saving import write_error
@@ -128,7 +128,7 @@ class Checkpoints(Callback):
         self.divergence.require_finite(trainer, loss)
         if loss < self.best:
             self.best = loss
-            trainer.save_checkpoint(self.out_dir / BEST)
+            self._save(trainer, BEST)
         if step % self.every == 0 or step >= trainer.max_steps:
             self.save_last(trainer)
 
@@ -166,10 +166,15 @@ class Checkpoints(Callback):
             return
         self.divergence.require_finite(trainer)
         same_step = trainer.global_step == self._saved[0]
-        trainer.save_checkpoint(self.out_dir / FOLDER / (LAST.name if same_step else NEXT))
+        self._save(trainer, LAST if same_step else LAST.with_name(NEXT))
         self._saved = current
         if rank() == 0 and not isinstance(trainer.strategy, ShardedStrategy):
             rotate_checkpoints(self.out_dir, self.keep)
+
+    def _save(self, trainer: lightning.Trainer, path: Path) -> None:
+        if rank() == 0:
+            require_folder(self.out_dir)
+        trainer.save_checkpoint(self.out_dir / path)
 
     def finish(self, trainer: lightning.Trainer) -> None:
         """Waits until the current checkpoint has been written. Raises UserError if writing fails."""

@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -33,7 +34,7 @@ from kernels.machine.hardware import describe
 from rwkv.config import TrainerConfig
 from rwkv.data.tbptt_segments import Segments
 from rwkv.distributed import rank
-from rwkv.io.atomic import write_file
+from rwkv.io.atomic import require_folder, write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import labelled_line
 from rwkv.report.run_files import KERNEL, read_mapping
@@ -229,7 +230,8 @@ class Probe(Callback):
             self._warn(self.measured["errors"]["end"])
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException) -> None:
-        self._finish()                   # Lightning does not call teardown in this case
+        with suppress(OSError):          # the disk may be full, or the directory deleted: `exception` already says so
+            self._finish()               # Lightning does not call teardown in this case
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._finish()
@@ -263,6 +265,7 @@ class Probe(Callback):
 
     def _write(self) -> None:
         if rank() == 0:
+            require_folder(self.path.parent)
             write_file(self.path, lambda file: file.write(json.dumps(self.measured).encode()))
 
 

@@ -4,6 +4,7 @@ Each process writes a file into a folder with a temporary name. Then rank 0 mark
 If the run is killed before the mark, the previous checkpoint remains. After the mark, the new checkpoint remains.
 """
 
+import errno
 import io
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -26,6 +27,8 @@ from rwkv.distributed import fail_together, rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import replace_folder, write_file
 from rwkv.io.json_types import StateDict
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)         # errors of a full disk, a quota, and a limit on a file's size
 
 
 class Saving:
@@ -137,9 +140,11 @@ def _move_tensors(content: dict[str | int, object], tensors: dict[Place, DTensor
 
 def write_error(path: Path, error: BaseException) -> UserError:
     """Returns the error for a checkpoint that cannot be written."""
-    reason = getattr(_root_cause(error), "strerror", None) or str(error).splitlines()[0]
+    cause = _root_cause(error)
+    reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
+    remedy = "Fix this error" if isinstance(cause, OSError) and cause.errno not in FULL else "Make room on the disk"
     return UserError(f"the checkpoint {path.parent / LAST.name} cannot be written: {reason}. Earlier checkpoints are intact. "
-                     f"Make room on the disk, then continue with resume=auto {quote(f'out_dir={path.parent.parent}')}")
+                     f"{remedy}, then continue with resume=auto {quote(f'out_dir={path.parent.parent}')}")
 
 
 def _root_cause(error: BaseException) -> BaseException:

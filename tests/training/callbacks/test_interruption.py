@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,19 @@ def test_a_failed_save_at_a_stop_is_reported_and_loses_no_earlier_checkpoint(fol
     assert "Traceback" not in result.error
     assert result.error.splitlines()[-1].startswith(f"error: the checkpoint {run}/checkpoints/last.ckpt cannot be written: ")
     assert torch.tensor(list(losses(run))).diff().eq(1).all()
+
+
+@pytest.mark.parametrize("options", [("logger=csv",), ("logger=none", "trainer.checkpoint_every=5")])
+def test_a_directory_that_is_moved_ends_the_run_and_no_part_of_it_appears_again(folder: Path, tmp_path: Path,
+                                                                                options: tuple[str, ...]) -> None:
+    """The first file that the run writes afterwards is metrics.csv, or a checkpoint."""
+    run = tmp_path / "run"
+    process = forked(folder, *RUN, *options, "trainer.max_steps=100000", "trainer.sample_every=0", f"out_dir={run}")
+    while process.poll() is None and not any((run / name).is_file() for name in ("metrics.csv", "checkpoints/last.ckpt")):
+        time.sleep(0.01)
+    run.rename(tmp_path / "moved")
+    result = finish(process)
+    assert result.status == 2, result.error
+    assert "Traceback" not in result.error
+    assert str(run) in result.error.splitlines()[-1]
+    assert not run.exists()
