@@ -10,7 +10,9 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from shlex import quote
@@ -18,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 from lightning.pytorch.loggers import Logger, WandbLogger
+from tqdm import tqdm
 
 from rwkv.config import PREFERENCES, DataConfig, LoggerConfig
 from rwkv.data.mixture import names_of, source_metric
@@ -25,6 +28,7 @@ from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonMapping, JsonObject
+from rwkv.io.lines import labelled_line
 from rwkv.report.run_files import METRICS, SWEEP, read_metrics
 from rwkv.training.trackers import TrackerRun
 from rwkv.training.tuning.preferences import reward_metrics
@@ -35,6 +39,7 @@ RECORD = Path("wandb", "timemix.json")   # this file in a run's directory holds 
 Mode = Literal["online", "offline", "disabled"]
 GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # runs with tune.guard have these metrics
 SAMPLE_COLUMNS = ("step", "prompt", "text")
+PAUSE = 10                               # after an error, a tracker is skipped for so many times the seconds that it took
 SAMPLES_SHOWN = 100                      # limits W&B's table of samples, because each update uploads the whole table
 
 
@@ -86,8 +91,12 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
         group = out_dir.parent.name if _in_sweep(out_dir) else None
         logger = _custom_logger(config, TrackerRun(config.project, PROJECT, config.group or group,
                                                    config.run_name or _default_name(out_dir, run), out_dir, resumed_at))
-        logger.log_hyperparams(run)
-        return [file, logger]
+        try:
+            logger.log_hyperparams(run)
+        except Exception as error:       # a tracker's server may be down, or have deleted the run
+            raise UserError(f"logger={config.name} cannot start or continue a run ({_one_line(error)}). Correct the tracker's "
+                            "settings, or use logger=csv") from None
+        return [file, _tolerate_errors(logger, config.name)]
     if config.name == "csv":
         return [file]
     mode = _log_in()
@@ -95,7 +104,7 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
         print("W&B is disabled in the user's settings (WANDB_MODE or `wandb disabled`): only metrics.csv holds the metrics",
               file=sys.stderr)
         return [file]
-    return [file, _wandb(config, out_dir, run, mode)]
+    return [file, _tolerate_errors(_wandb(config, out_dir, run, mode), config.name)]
 
 
 def _custom_logger(config: LoggerConfig, tracker_run: TrackerRun) -> Logger:
@@ -118,6 +127,39 @@ def _custom_logger(config: LoggerConfig, tracker_run: TrackerRun) -> Logger:
         raise UserError("logger._target_= must name a Lightning logger class, such as lightning.pytorch.loggers.MLFlowLogger; "
                         f"got {config._target_}")
     return logger
+
+
+def _tolerate_errors(logger: Logger, name: str) -> Logger:
+    """Returns the logger, changed so that an error while it logs does not end the run. metrics.csv has all metrics anyway.
+
+    The first error is printed. After an error nothing is logged for a while, because a server that is down may answer each
+    attempt only after minutes.
+    """
+    wait_until = 0.0
+    is_reported = False
+
+    def attempt(method: Callable[..., object], *arguments: object, **named: object) -> None:
+        nonlocal wait_until, is_reported
+        start = time.monotonic()
+        if start < wait_until:
+            return
+        try:
+            method(*arguments, **named)
+        except Exception as error:
+            wait_until = time.monotonic() + PAUSE * (time.monotonic() - start)
+            if not is_reported:
+                is_reported = True
+                text = f"logger={name} fails ({_one_line(error)}): training continues, and metrics.csv has all metrics"
+                tqdm.write(labelled_line("WARNING", text, sys.stderr), file=sys.stderr)
+
+    for method in ("log_metrics", "log_table", "finalize"):
+        if hasattr(logger, method):
+            setattr(logger, method, partial(attempt, getattr(logger, method)))
+    return logger
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _is_tracker(config: LoggerConfig) -> bool:
@@ -206,7 +248,8 @@ class MetricsFile(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         values = {name: metrics[name] for name in self.columns if name in metrics and name != "step"}
         if values:
-            append(self.path, self._text([{"step": step or 0, **values, "kernel": self.kernel}]))
+            row = {"step": step or 0, **values, "kernel": self.kernel}
+            append(self.path, self._text([row], header=not self.path.exists()))          # the user may have moved the file
 
     def _text(self, rows: Iterable[JsonMapping], header: bool = False) -> bytes:
         text = io.StringIO(newline="")

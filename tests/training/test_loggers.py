@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import wandb
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
 from programs import Run, one_sentence
 from training_runs import TEXT
 
 from rwkv.config import LoggerConfig, TrainConfig
 from rwkv.errors import UserError
+from rwkv.report.run_files import read_metrics
 from rwkv.training import loggers
 from rwkv.training.run.directory import as_plain
 
@@ -232,3 +233,51 @@ def test_any_logger_of_lightning_is_named_by_its_class(run: Run, tmp_path: Path)
         assert not (tmp_path / "other").exists()
     one_sentence(run(*options, "logger._target_=lightning.pytorch.loggers.CSVLogger", "logger.arguments=save_dir=own",
                      "logger.arguments=prefix", "out_dir=other"), "NAME=VALUE")
+
+
+class Failing(Logger):
+    """A tracker whose server is down when `method` is called."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.attempts = 0
+        setattr(self, method, self._fail)
+
+    name = version = "failing"
+
+    def log_hyperparams(self, *_: object, **__: object) -> None: ...
+
+    def log_metrics(self, *_: object, **__: object) -> None: ...
+
+    def _fail(self, *_: object, **__: object) -> None:
+        self.attempts += 1
+        raise RuntimeError("the server\nis down")
+
+
+@pytest.mark.parametrize("method", ["log_metrics", "finalize"])
+def test_a_tracker_that_fails_costs_its_own_metrics_and_not_the_run(method: str, tmp_path: Path,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
+    config = LoggerConfig(name="mine", _target_=f"{__name__}.Failing", arguments=[f"method={method}"])
+    file, logger = loggers.loggers(config, tmp_path, RUN)
+    for step in range(3):
+        file.log_metrics({"train/loss": 1.0}, step)
+        logger.log_metrics({"train/loss": 1.0}, step)
+    logger.finalize("success")
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 4
+    assert logger.attempts >= 1          # type: ignore[attr-defined]
+    assert capsys.readouterr().err.count("the server is down") == 1
+
+
+def test_a_tracker_that_cannot_start_is_a_sentence(tmp_path: Path) -> None:
+    config = LoggerConfig(name="mine", _target_=f"{__name__}.Failing", arguments=["method=log_hyperparams"])
+    with pytest.raises(UserError, match=r"logger=mine cannot start.*the server is down"):
+        loggers.loggers(config, tmp_path, RUN)
+
+
+def test_rows_of_metrics_have_a_header_after_the_file_has_been_moved(tmp_path: Path) -> None:
+    """Otherwise the first row would become the header, and a resumed run would take the file for damaged."""
+    file, = loggers.loggers(LoggerConfig(name="csv"), tmp_path, RUN)
+    file.log_metrics({"train/loss": 1.0}, 1)
+    (tmp_path / "metrics.csv").unlink()
+    file.log_metrics({"train/loss": 2.0}, 2)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == ["2"]
