@@ -35,7 +35,12 @@ ABANDONED = 24 * 3600                    # an incomplete file is deleted after t
 
 
 def folder() -> Path:
-    return Path.home() / ".cache" / "timemix" / "packed"
+    """Returns the cache's folder. Raises UserError for a user without a home directory, as in some containers."""
+    try:
+        return Path.home() / ".cache" / "timemix" / "packed"
+    except RuntimeError:
+        raise UserError("cache_packed=true requires a home directory, but this user has none: set HOME to a folder, or omit "
+                        "cache_packed=true") from None
 
 
 def entry_of(path: Path, dtype: str) -> Path:

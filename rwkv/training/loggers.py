@@ -68,7 +68,7 @@ def require(config: LoggerConfig, logs_nothing: bool = False) -> None:
     # pydantic's ValidationError is a ValueError; for a user without a home directory, pathlib raises RuntimeError
     except (wandb.errors.UsageError, ValueError, RuntimeError) as error:
         raise UserError("W&B rejected logger.project=, logger.group=, logger.run_name= or a W&B setting, such as a WANDB_ "
-                        f"environment variable: {' '.join(str(error).split())}") from None
+                        f"environment variable: {_one_line(error).rstrip('.')}. Correct it, or use logger=csv") from None
     if not logs_nothing:
         _log_in()
 

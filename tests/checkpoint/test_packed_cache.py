@@ -143,6 +143,16 @@ def test_a_start_without_the_cache_says_how_to_pack_once(model_file: Path) -> No
     assert not any("cache_packed" in line for _, line in start_program(model_file, "bfloat16", cached=False).lines())
 
 
+def test_a_user_without_a_home_directory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers run as users whom the system does not know."""
+    def fail() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", fail)
+    with pytest.raises(UserError, match="home directory"):
+        packed_cache.folder()
+
+
 def test_a_folder_that_cannot_be_written_is_reported_in_one_sentence(model_file: Path) -> None:
     packed_cache.folder().write_text("a file")
     with pytest.raises(UserError, match="cache_packed=true cannot write"):
