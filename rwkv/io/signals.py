@@ -40,7 +40,7 @@ def raise_on_signal() -> Iterator[None]:
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.signal(number, _raise) for number in caught_signals() if number != signal.SIGINT}
-        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        if signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, signal.SIG_DFL):
             previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -7,17 +7,12 @@ The commands are the names of the programs in rwkv/programs and rwkv/tools, and 
 import ast
 import re
 import runpy
+import signal
 import sys
 from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-
-from kernels.arguments import Parser
-from kernels.machine import threads
-from rwkv.cli import exit_on_user_error
-from rwkv.commands import commands_as_typed
-from rwkv.io.lines import wrap_hanging
 
 FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)
 PROGRAM = 'if __name__ == "__main__":'     # this line marks a file as a program
@@ -28,6 +23,13 @@ UNKNOWN = 2                              # the exit status for an unknown comman
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)         # Ctrl-C during the imports ends the program without a traceback
+    from kernels.arguments import Parser
+    from kernels.machine import threads
+    from rwkv.cli import exit_on_user_error
+    from rwkv.commands import commands_as_typed
+    from rwkv.io.lines import wrap_hanging
+
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("--help", "-h"):
         with exit_on_user_error():
@@ -46,7 +48,8 @@ def main() -> None:
         threads.wait_briefly()           # must be called before torch is imported
         sys.argv = [f"timemix {command}", *arguments]
         Parser.rewrite_usage = commands_as_typed
-        runpy.run_module(COMMANDS[command], run_name="__main__")
+        with exit_on_user_error():       # for Ctrl-C during the command's imports
+            runpy.run_module(COMMANDS[command], run_name="__main__")
 
 
 def _version() -> str:

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -249,3 +251,13 @@ def test_a_flag_without_effect_is_reported_in_one_sentence(run: Run, program: st
 def test_an_address_or_a_key_that_is_empty_is_refused(run: Run, option: str) -> None:
     """An empty api_key would open the server to clients that send an empty key."""
     one_sentence(run("serve", option), option.partition("=")[0])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such exit status")
+@pytest.mark.parametrize("command", [["train.py"], ["generate.py"], ["chat.py"], ["serve.py"], ["-m", "rwkv.tools", "list"]])
+def test_ctrl_c_during_the_imports_ends_a_program_without_a_traceback(command: list[str], tmp_path: Path) -> None:
+    """Each program imports this module in place of the package yaml, and then has not yet read its command line."""
+    (tmp_path / "yaml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    ended = subprocess.run([sys.executable, *command], cwd=cli.CONFIGS.parent, capture_output=True, text=True, check=False,
+                           env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
