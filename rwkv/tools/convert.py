@@ -18,8 +18,9 @@ from tqdm import tqdm
 from kernels.arguments import Parser, above_zero, from_home, path_of
 from rwkv.chat.metadata import not_in_gguf
 from rwkv.checkpoint import formats
-from rwkv.checkpoint.location import locate
+from rwkv.checkpoint.location import FOLDER, locate
 from rwkv.cli import exit_on_user_error
+from rwkv.cli.recipe import RUN_FILE
 from rwkv.config import STATE_LAYOUTS
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
@@ -59,12 +60,20 @@ def main(arguments: list[str] | None = None) -> None:
         if options.calibrate is not None:
             _require_calibration_options(options.calibrate, options.dtype, format)
         require_other_file("OUT", options.target, (options.lora, options.tokenizer, options.calibrate))
+        _require_no_training_checkpoint(options.target)
         if _is_state(options):
             convert_state(options.source, options.target, options.state_layout)
             return
         command = shlex.join(["timemix", "convert", *(arguments or sys.argv[1:])])
         convert(options.source, options.target, options.dtype, format, options.tokenizer, options.end_of_text,
                 options.layout, options.lora, options.lora_alpha, command, options.by_input, options.calibrate)
+
+
+def _require_no_training_checkpoint(target: Path) -> None:
+    path = target.resolve()
+    if path.exists() and path.parent.name == FOLDER and (path.parents[1] / RUN_FILE).is_file():
+        raise UserError(f"OUT={target} is a checkpoint of a run, which could not be resumed from the weights alone: choose a "
+                        "different file")
 
 
 def _require_calibration_options(text: Path, dtype: str | None, format: str) -> None:

@@ -65,9 +65,13 @@ class VerifiedFiles(TorchCheckpointIO):
             raise worker_error(error) or write_error(target, error) from None
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> StateDict:
+        """Reads a checkpoint. Raises UserError if it contains only weights."""
         if Path(path).is_dir():
             return _fsdp_folder.read_whole(Path(path))
         loaded: StateDict = super().load_checkpoint(path, *arguments, **options)
+        if "optimizer_states" not in loaded:
+            raise UserError(f"{path} contains only weights, perhaps written by timemix convert, but a run resumes from the state "
+                            f"of its optimiser too. To start a new run with these weights, use init_from={path}")
         return loaded
 
 

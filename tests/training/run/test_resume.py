@@ -38,6 +38,7 @@ from rwkv.config import DataConfig, LoggerConfig, ModelConfig, OptimConfig, Trai
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.report.run_files import is_finished
+from rwkv.tools import convert
 from rwkv.training.callbacks.checkpoints import RandomState, VerifiedFiles, newest_sound_checkpoint, rotate_checkpoints
 from rwkv.training.optim.optimisers import lr_factor, parameter_groups
 from rwkv.training.run import directory
@@ -388,6 +389,23 @@ def test_objects_that_could_not_be_read_again_are_not_saved(tmp_path: Path) -> N
     with pytest.raises(UserError):
         VerifiedFiles().save_checkpoint({"weights": torch.zeros(3), "path": path}, path)
     assert path.read_bytes() == before
+
+
+@pytest.mark.programs
+def test_a_checkpoint_of_weights_alone_is_neither_resumed_nor_written_over_a_run_s(run: Run, tmp_path: Path) -> None:
+    """A run could not be resumed from such a file."""
+    begin(run)
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    before = last.read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        convert.main([str(tmp_path / "run"), str(last)])
+    assert last.read_bytes() == before
+    convert.main([str(tmp_path / "run"), str(tmp_path / "weights.ckpt")])
+    (tmp_path / "weights.ckpt").replace(last)
+    status, _, error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=3")
+    assert status == 2
+    assert "only weights" in error.splitlines()[-1]
+    assert "init_from=" in error.splitlines()[-1]
 
 
 # Random state
