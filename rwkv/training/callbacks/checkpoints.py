@@ -70,8 +70,8 @@ class VerifiedFiles(TorchCheckpointIO):
             return _fsdp_folder.read_whole(Path(path))
         loaded: StateDict = super().load_checkpoint(path, *arguments, **options)
         if "optimizer_states" not in loaded:
-            raise UserError(f"{path} contains only weights, perhaps written by timemix convert, but a run resumes from the state "
-                            f"of its optimiser too. To start a new run with these weights, use init_from={path}")
+            raise UserError(f"{path} contains only weights, as timemix convert writes them, but a run also resumes from the "
+                            f"state of its optimiser. To start a new run with these weights, use init_from={path}")
         return loaded
 
 
