@@ -146,7 +146,10 @@ def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]
         return [(override, {})]
     if isinstance(item.value(), Glob | IntervalSweep):
         raise UserError(f"{key}={value} must not use glob() or interval(): list the values as {key}=A,B")
-    return [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
+    values = list(item.sweep_string_iterator())
+    if not values:
+        raise UserError(f"{override} has no values: give at least one, or a range(START,STOP) whose STOP is above START")
+    return [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in values]
 
 
 def _parse(override: str, schema: type) -> "Override":

@@ -259,6 +259,7 @@ def make_sweep(*arguments: str) -> sweep.Sweep:
     (("sweep.arguments=timeout_min=3",), ("sweep.arguments", "sweep.launcher=submitit")),
     (("hydra/launcher=joblib",), ("hydra/launcher", "sweep.jobs")), (("out_dir=",), ("out_dir is empty",)),
     (("optim.lr=interval(0,1)",), ("optim.lr=interval(0,1)", "A,B")),
+    (("seed=range(2,1)",), ("seed=range(2,1)", "no values")),
     (("optim.lr=1e-3,2e-3", "optim.lr=5e-3"), ("optim.lr=", "2 times"))])
 def test_mistakes_are_reported_in_one_sentence(arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
