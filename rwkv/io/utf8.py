@@ -14,6 +14,7 @@ LFS = b"version https://git-lfs"         # how a Git LFS pointer begins
 LFS_POINTER = "a Git LFS pointer, not the file itself: run git lfs pull, or download the file"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # these control characters do not occur in text
+TRUNCATED = "unexpected end of data"     # Python's reason for text that ends within a character
 BEGINNING = 4096                         # the kind of a file is guessed from this many bytes
 BLOCK = 1 << 16                          # `chunks` reads this many bytes at a time
 HOLE = bytes(4096)                       # a page of a file is zero if it was never written
@@ -51,7 +52,7 @@ def decode(content: bytes, name: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = error.start + len(content) - len(error.object)       # error.object has no byte order mark
-        raise UserError(not_utf8_message(name, place, content[place], content)) from None
+        raise UserError(not_utf8_message(name, place, content[place], content, error.reason == TRUNCATED)) from None
 
 
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
@@ -79,8 +80,8 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
-                raise UserError(not_utf8_message(f"{option}={path}", before + error.start, data[error.start],
-                                                 beginning)) from None
+                raise UserError(not_utf8_message(f"{option}={path}", before + error.start, data[error.start], beginning,
+                                                 error.reason == TRUNCATED)) from None
             if HOLE in data:
                 raise UserError(f"{option}={path} is incomplete or not text: there are at least {len(HOLE)} zero bytes, "
                                 f"starting at byte {before + data.find(HOLE)}. Copy or download the file again, or convert the "
@@ -144,15 +145,17 @@ def without_surrogates(value: Any) -> Any:
     return [without_surrogates(item) for item in value] if isinstance(value, list) else value
 
 
-def not_utf8_message(name: str, place: int, value: int, content: bytes) -> str:
+def not_utf8_message(name: str, place: int, value: int, content: bytes, truncated: bool = False) -> str:
     """Returns the message for a file that is not UTF-8.
 
     Args:
         place: the offset of the first invalid byte.
         value: the value of the first invalid byte.
         content: the file's first bytes.
+        truncated: the file ends within a character, if the file is UTF-8 at all.
     """
-    return f"{name} is not UTF-8: byte {place} is {value:#04x}. {_advice(content[:BEGINNING])}"
+    cut_off = "If the file is cut off there, copy or download the file again. Otherwise: " if truncated else ""
+    return f"{name} is not UTF-8: byte {place} is {value:#04x}. {cut_off}{_advice(content[:BEGINNING])}"
 
 
 def _advice(beginning: bytes) -> str:

@@ -412,6 +412,7 @@ def refuses(config: DataConfig, *said: str) -> None:
 WRONG_TEXT: dict[str, tuple[bytes | None, tuple[str, ...]]] = {
     "missing": (None, ("data.path=", "text.txt")), "empty": (b"", ("data.path=", "text.txt")),
     "one character": (b"a", ("data.path=", "text.txt")),
+    "cut off": ("köstlich\n".encode() * 99 + b"k\xc3", ("byte 991 ", "cut off", "download")),
     "latin-1": ("name,ort\nJosé,Köln\n".encode("latin1") * 99, ("byte 12 ", "iconv")),
     "UTF-16": ("a\n".encode("utf-16") * 99, ("byte 0 ", "iconv -f utf-16 ")),
     "gzip": (gzip.compress(b"a\n" * 99), ("byte 1 ", "gzip -dc")),
