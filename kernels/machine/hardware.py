@@ -38,11 +38,18 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """Returns the checked-out commit, followed by + if files have changed, or None without git or a git repository."""
+    """Returns the checked-out commit, followed by + if files have changed, or None without git or a clone of this program.
+
+    An installed package may be in the repository of another project, whose commit says nothing. Without optional locks, git
+    does not write the index, which the user may be writing at the same time.
+    """
+    if not (ROOT / ".git").exists():
+        return None
     try:
-        head, changes = (subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        head, changes = (subprocess.run(["git", "--no-optional-locks", *args], cwd=ROOT, capture_output=True, text=True,
+                                        check=True).stdout.strip()
                          for args in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain")))
-    except (FileNotFoundError, subprocess.CalledProcessError):
+    except (OSError, subprocess.CalledProcessError):
         return None
     return head + ("+" if changes else "")
 

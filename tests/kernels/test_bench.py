@@ -1,6 +1,7 @@
 """Tests the programs in kernels/: the benchmark, the listing, the tables and the figures. A new kernel needs one file only."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -412,3 +413,27 @@ def test_a_new_kernel_is_one_file(tmp_path: Path) -> None:
     assert "The formula again, as an example." in done.stdout
     for op in ("timex", "wkv4"):
         assert "| dummy_v0 | " in (tmp_path / "kernels" / op / "README.md").read_text(encoding="utf-8")
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=someone", "-c", "user.email=someone@example.org", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_clone_and_its_index_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user may be committing at the same time. An installed package may be inside another project's repository."""
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "file").write_text("text")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "--quiet", "-m", "message")
+    os.utime(tmp_path / "file", (1, 1))                  # git would refresh the time in its index
+    before = (tmp_path / ".git" / "index").read_bytes()
+    monkeypatch.setattr(hardware, "ROOT", tmp_path)
+    assert hardware.commit() == git(tmp_path, "rev-parse", "--short=12", "HEAD")
+    assert (tmp_path / ".git" / "index").read_bytes() == before
+    (tmp_path / "file").write_text("changed")
+    assert str(hardware.commit()).endswith("+")
+    (tmp_path / "inside").mkdir()
+    monkeypatch.setattr(hardware, "ROOT", tmp_path / "inside")
+    assert hardware.commit() is None
