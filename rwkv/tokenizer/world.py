@@ -9,12 +9,13 @@ slower.
 
 import ast
 import logging
+import os
 import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,14 @@ class Vocabulary:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text. The library encodes the texts in parallel if they are long enough together."""
+        """Returns the ids of each text. The library encodes the texts in parallel if they are long enough together.
+
+        In a forked child, it encodes them one by one, because it would wait for threads that only the parent has.
+        """
         if not self._uses_library(sum(map(len, texts))):
             return [self._match(text.encode()) for text in texts]
+        if _process_with_threads() != os.getpid():
+            return [self._library.encode(text) for text in texts]
         ids: list[list[int]] = self._library.encode_batch(texts)
         return ids
 
@@ -105,6 +111,7 @@ class Vocabulary:
 
     @cached_property
     def _library(self) -> Any:
+        _process_with_threads()
         try:
             from pyrwkv_tokenizer import WorldTokenizer
         except ImportError:
@@ -115,10 +122,15 @@ class Vocabulary:
             if token:                    # hexadecimal needs no further escaping
                 escaped = token.hex(" ").replace(" ", "\\x")
                 lines.append(f"{index} b'\\x{escaped}' {len(token)}\n")
-        with tempfile.TemporaryDirectory() as folder:    # the library accepts only a path
-            path = Path(folder) / "vocabulary.txt"
-            path.write_text("".join(lines), encoding="utf-8")
-            return WorldTokenizer(str(path))
+        try:
+            with tempfile.TemporaryDirectory() as folder:        # the library accepts only a path
+                path = Path(folder) / "vocabulary.txt"
+                path.write_text("".join(lines), encoding="utf-8")
+                return WorldTokenizer(str(path))
+        except OSError as error:         # a read-only system or a full disk
+            logging.getLogger(__name__).warning(f"{PYRWKV} requires a temporary file, which cannot be written ({error}), so "
+                                                "the World vocabulary encodes about 30 times slower")
+            return None
 
 
 def installed_vocabulary() -> Path:
@@ -134,6 +146,12 @@ def installed_vocabulary() -> Path:
                     return path
     raise UserError(f"the World vocabulary requires {NAME}.txt, but no installed package contains this file. Pass the path of "
                     f'the file instead of "world". With Python 3.13 or earlier, you can also run pip install {PYRWKV}')
+
+
+@cache
+def _process_with_threads() -> int:
+    """Returns the id of the process in which the library may have started its threads: the first that has loaded it."""
+    return os.getpid()
 
 
 def _parse_line(line: str) -> tuple[int, bytes] | None:

@@ -2,8 +2,12 @@
 
 import copy
 import logging
+import os
 import pickle
+import signal
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -132,6 +136,39 @@ def test_a_tokenizer_that_has_loaded_the_library_can_be_copied_and_pickled(token
     assert "_library" in vars(tokenizer._vocabulary)
     for other in (copy.deepcopy(tokenizer), pickle.loads(pickle.dumps(tokenizer))):
         assert other.encode(text) == ids
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_forked_child_encodes_what_its_parent_has_encoded(tokenizer: WorldTokenizer) -> None:
+    """A DataLoader's worker would wait for ever for the library's threads, which only its parent has."""
+    texts = ["ab 你\n" * world.SHORT, "c", "de"]
+    ids = tokenizer.encode_batch(texts)
+    child = os.fork()
+    if child == 0:
+        os._exit(tokenizer.encode_batch(texts) != ids)
+    for _ in range(200):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the child hangs")
+    assert status == 0
+
+
+@pytest.mark.thorough
+def test_without_temporary_files_python_encodes(tokenizer: WorldTokenizer, monkeypatch: pytest.MonkeyPatch,
+                                                caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    tokenizer.drop_library()
+    text = "ab 你\n" * world.SHORT
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(caplog.records) == 1
+    tokenizer.drop_library()
 
 
 def test_a_files_layout_does_not_matter(tokenizer: WorldTokenizer, tmp_path: Path) -> None:
