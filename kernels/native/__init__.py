@@ -111,7 +111,10 @@ def number(argument: "int | float | Tensor | None") -> int:
         return argument or 0
     if not argument.is_cpu or str(argument.layout) != "torch.strided":
         raise ValueError(f"C kernels require dense tensors on the CPU; got {argument.layout} on {argument.device}")
-    return argument.data_ptr()
+    address = argument.data_ptr()
+    if address == 0 and argument.numel():            # a subclass such as FakeTensor
+        raise ValueError(f"C kernels require tensors with memory of their own; got a {type(argument).__name__}")
+    return address
 
 
 def not_built(file: Path) -> str | None:

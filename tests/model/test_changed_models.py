@@ -9,6 +9,8 @@ import pytest
 import torch
 from models import each_generation, in_format, small_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from kernels import native
 from rwkv.generation.decoder import decoder_of
@@ -305,3 +307,45 @@ def test_a_default_device_or_dtype_changes_no_bit(default: str, generation: str)
 def test_c_refuses_a_tensor_whose_numbers_are_elsewhere(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="CPU"):
         native.run("draw", 1, tensor)
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that has its numbers in another tensor, as DTensor and quantised tensors have."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Wrapper":
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Wrapper, lambda wrapper: wrapper.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Wrapper, function(*args, **kwargs))
+
+
+@in_c
+def test_c_refuses_a_subclass_without_memory() -> None:
+    with pytest.raises(ValueError, match="Wrapper"):
+        native.run("draw", 1, Wrapper(torch.ones(3)))
+
+
+@each_generation
+@torch.no_grad()
+def test_activations_of_a_subclass_are_computed_by_the_formulas(generation: str) -> None:
+    model, x = frozen(generation), torch.randn(1, 5, 64)
+    expected = model.blocks[0].ffn(x, None)[0]
+    torch.testing.assert_close(model.blocks[0].ffn(Wrapper(x), None)[0].inner, expected)
+
+
+@each_generation
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_fake_tensors_have_the_shapes_of_the_results(generation: str) -> None:
+    """Tools that estimate memory or trace a model run it with tensors that have no memory."""
+    with FakeTensorMode():
+        model = small_model("torch_scan" if generation == "rwkv4" else "torch_chunk", generation=generation)
+        logits, _ = model(torch.zeros(2, 20, dtype=torch.long))
+        logits.sum().backward()
+    assert logits.shape == (2, 20, 50)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from kernels.backends.torch_private import transforms_active
+from kernels.operator import PLAIN
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused.backend import backend_for
 from rwkv.model.hooks import is_unmodified
@@ -111,7 +112,7 @@ def recompute_mixes(recompute_x: Callable[[], Tensor], last_x: Tensor | None, mu
         recompute_x: a function that returns the x given to token_shift.
         last_x, mus, first: the other arguments given to token_shift.
     """
-    if not (torch.is_grad_enabled() and can_use_functions()):
+    if not (torch.is_grad_enabled() and can_use_functions() and type(mixes[0]) in PLAIN):    # a subclass may have no address
         return nullcontext()
     dtype = mixes[0].dtype
     size = mixes[0].numel()              # the closures below live until the backward pass and must not refer to `mixes`

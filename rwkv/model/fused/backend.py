@@ -5,7 +5,7 @@
 
 A backend is a module with the functions of FusedBackend. A backend computes in float32 and rounds only its results. So results
 and gradients equal those of PyTorch's formulas up to rounding. RWKV-7 has additional fused functions, in rwkv7/fused_c.py and
-rwkv7/fused_triton.py; module_for("rwkv.model.rwkv7.fused_", device) selects between these two modules.
+rwkv7/fused_triton.py; module_for("rwkv.model.rwkv7.fused_", x) selects between these two modules.
 """
 
 import importlib
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels import native
 from kernels.machine import triton
+from kernels.operator import PLAIN
 
 SUFFIXES = {"cpu": "c", "cuda": "triton"}        # device type -> suffix of the module's name
 Tensors = tuple[Tensor, ...]
@@ -44,7 +45,7 @@ def backend_for(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) 
         dtype: the dtype of the results; the default is the tensors' dtype.
         N: the number of channels per head, for functions with heads.
     """
-    backend: FusedBackend | None = module_for("rwkv.model.fused.", tensors[0].device.type)
+    backend: FusedBackend | None = module_for("rwkv.model.fused.", *tensors)
     return backend if backend is not None and backend.supports(*tensors, dtype=dtype, N=N) else None
 
 
@@ -61,13 +62,20 @@ class LossBackend(Protocol):
 
 def loss_backend_for(logits: Tensor) -> LossBackend | None:
     """Returns the fused cross-entropy for these logits (rows,V), or None if there is none."""
-    backend: LossBackend | None = module_for("rwkv.model.fused.loss_", logits.device.type)
+    backend: LossBackend | None = module_for("rwkv.model.fused.loss_", logits)
     return backend if backend is not None and backend.supports(logits) else None
 
 
-def module_for(prefix: str, device: str) -> Any:
-    """Returns the module named `prefix` + the device type's suffix, or None if no such module exists or can run here."""
-    return _module(prefix + SUFFIXES[device]) if device in SUFFIXES and why_not(device) is None else None
+def module_for(prefix: str, *tensors: Tensor) -> Any:
+    """Returns the module named `prefix` + the suffix of the tensors' device type.
+
+    Returns None if no such module exists or can run here, or if a tensor's class is a subclass, such as FakeTensor or DTensor,
+    which may not own memory.
+    """
+    device = tensors[0].device.type
+    if device not in SUFFIXES or why_not(device) is not None or not all(type(tensor) in PLAIN for tensor in tensors):
+        return None
+    return _module(prefix + SUFFIXES[device])
 
 
 def describe(device: str) -> str:

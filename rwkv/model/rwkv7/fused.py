@@ -56,7 +56,7 @@ class _Backend(Protocol):
 
 
 def _backend_for(*tensors: Tensor, N: int) -> _Backend | None:
-    backend: _Backend | None = module_for("rwkv.model.rwkv7.fused_", tensors[0].device.type)
+    backend: _Backend | None = module_for("rwkv.model.rwkv7.fused_", *tensors)
     return backend if backend is not None and backend.supports(*tensors, N=N) else None
 
 
