@@ -176,7 +176,7 @@ class CDecoder:
             part[free] = tensor.transpose(0, 1).flatten(2).to(part)
         self._set_rows([*self._state_rows, *free], [*self._ahead, *([] for _ in free)])
 
-    @torch.inference_mode()
+    @torch.no_grad()                     # autograd cannot save tensors that are made in inference mode
     def state(self, rows: list[int] | None = None) -> State:
         """Returns a copy of the state of these rows, or of all rows if `rows` is None."""
         state_rows = self._state_rows if rows is None else [self._state_rows[row] for row in rows]
@@ -262,7 +262,7 @@ class GpuDecoder:
         self._step.write(slots, state)
         self._set_rows([*self._slots, *slots])
 
-    @torch.inference_mode()
+    @torch.no_grad()                     # autograd cannot save tensors that are made in inference mode
     def state(self, rows: list[int] | None = None) -> State:
         """Returns a copy of the state of these rows, or of all rows if `rows` is None."""
         slots = self._slots if rows is None else [self._slots[row] for row in rows]

@@ -456,6 +456,16 @@ def test_a_context_taken_in_the_middle_has_read_what_was_written() -> None:
     assert_close(engine.context(), prefill(model, torch.tensor([[*b"ab", *rows[0].sample.tokens]])))
 
 
+def test_training_can_continue_a_context() -> None:
+    """Autograd saves the state for backward, which it refuses to do with tensors made in inference mode."""
+    model = small_model("reference", vocab_size=256, generation="rwkv7", n_embd=64, n_ffn=96)
+    engine = Engine(model, BYTES)
+    engine.add_all([Request("ab")])
+    engine.step()
+    model(torch.tensor([[1, 2]]), engine.context().state)[0].sum().backward()
+    assert model.emb.weight.grad is not None
+
+
 def test_an_iteration_that_was_left_can_be_continued() -> None:
     options = {"repetition_penalty": 1.5, "temperature": 0.5}
     engine = Engine(MODELS["conv1d"], BYTES)
