@@ -126,6 +126,10 @@ class Sampling:
     def __hash__(self) -> int:
         return self._hash
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the fields without the cached hash, because strings have other hashes in another process."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
+
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)

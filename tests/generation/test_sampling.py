@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -379,3 +380,10 @@ def test_one_compilation_draws_from_a_slice_of_wider_logits_and_from_its_copies(
     for logits in (wide[:, :70], wide[:, :70].contiguous()):
         triton_v0.draw(logits, torch.zeros(2), Filters(), NO_BIAS)
     assert len(variants) == 1
+
+
+def test_a_pickled_hash_is_not_used_in_another_process() -> None:
+    """Strings have other hashes there, so that equal options would not be drawn together."""
+    options = Sampling(top_k=3)
+    vars(options)["_hash"] = hash(options) + 1           # as if another process had computed it
+    assert hash(pickle.loads(pickle.dumps(options))) == hash(Sampling(top_k=3))
