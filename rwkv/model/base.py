@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
-from typing import Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -389,12 +389,23 @@ class Model(nn.Module):
 
         Quantising, merging and rounding to float16 do not change it.
         """
-        if self.fingerprint_before is not None:
-            return self.fingerprint_before
+        return self.fingerprint_before or self._fingerprint_of_weights()
+
+    def _fingerprint_of_weights(self) -> str:
+        """Returns the hash of the present weights, which are packed in a quantised model."""
         blocks = {f"{name}.weight": module.packed for name, module in self.named_modules()
                   if isinstance(getattr(module, "packed", None), Blocks)}
         value = fingerprint(self.generation, {**self.state_dict(), **blocks})
         return self.unrounded.get(value, value)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads weights as nn.Module does. With other weights, a quantised or merged model is another model."""
+        before = self.fingerprint_before and self._fingerprint_of_weights()
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        finally:                         # torch also loads what fits before it raises an error
+            if before and before != self._fingerprint_of_weights():
+                self.fingerprint_before = None
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Changes the weights' device or dtype. Remembers the fingerprint before rounding to float16, which would change it."""

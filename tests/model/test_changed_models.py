@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from kernels import native
+from rwkv.errors import CheckpointError
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, generate_batch
 from rwkv.generation.prefix_cache import PrefixCache
@@ -184,6 +185,21 @@ def test_the_state_dict_of_a_quantised_model_has_its_matrices(tmp_path: Path, fo
     other.load_state_dict(loaded)
     assert torch.equal(other(tokens)[0], model(tokens)[0])
     assert_decodes(other)
+    if format != "q8_0":
+        with pytest.raises(CheckpointError, match="load_state_dict"):
+            RWKV.from_pretrained(tmp_path / "state_dict.pt")
+
+
+@each_generation
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_other_weights_in_a_quantised_model_are_another_model(format: str, generation: str) -> None:
+    """A saved state of the weights before must not be continued."""
+    model, other = in_format(frozen(generation), format), in_format(frozen(generation, seed=1), format)
+    before = model.fingerprint()
+    model.load_state_dict(model.state_dict())
+    assert model.fingerprint() == before
+    model.load_state_dict(other.state_dict())
+    assert model.fingerprint() != before
 
 
 def on_meta(model: RWKV) -> None:

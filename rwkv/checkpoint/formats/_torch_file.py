@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, _utils
 
 from rwkv.checkpoint.formats import first_bytes
+from rwkv.checkpoint.formats._packed import SCALE
 from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
 from rwkv.checkpoint.mapping import torch_maps_large_files
 from rwkv.errors import CheckpointError
@@ -123,6 +124,12 @@ def stored_tensors(path: Path, content: Mapping[object, object]) -> dict[str, St
     """Returns the tensors in a loaded dictionary. Raises CheckpointError if a value is not a plain tensor."""
     mapped = first_bytes(path, 2) == ZIP
     result = {}
+    packed = next((name for name, tensor in content.items() if f"{name}{SCALE}" in content and isinstance(tensor, Tensor)
+                   and not tensor.is_floating_point()), None)
+    if packed is not None:
+        raise CheckpointError(f"{path} has quantised matrices, such as {packed}, as in the state_dict() of a model in int8 or "
+                              "int4: load the file by torch.load and load_state_dict(), into a model in the same dtype. For "
+                              "from_pretrained, write a .safetensors file with save_pretrained or timemix convert")
     for name, tensor in content.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path} is not a checkpoint: the names of tensors must be strings; got {name!r}")
