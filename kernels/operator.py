@@ -14,6 +14,7 @@ A call takes one of two paths. Both run the same functions, forward and backward
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from inspect import Signature, signature
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -67,7 +68,7 @@ class Operator:
         self.name = name
         self._options = options
         self._implementation = load(self.folder, name)
-        self.requires: Requires = self._implementation.requires(**options) if options else self._implementation.REQUIRES
+        self.requires = self._requirements()
         self._file = (self.folder, name)         # the file whose REQUIRES are checked
         self._checked: str | None = None         # the device type that was checked last
         self._function = _function_of(self)      # in __call__, torch.compile would trace the registration
@@ -78,6 +79,16 @@ class Operator:
     def __reduce__(self) -> tuple[Any, ...]:
         name = self._implementation.__name__.rpartition(".")[2]
         return partial(type(self), name, **self._options), ()
+
+    def _requirements(self) -> Requires:
+        """Returns the implementation's Requires for these options. Raises TypeError if an option is unknown or missing."""
+        requires: Any = getattr(self._implementation, "requires", None)
+        try:
+            (signature(requires) if requires else Signature()).bind(**self._options)
+        except TypeError as error:
+            raise TypeError(f"{self!r}: {error}") from None
+        result: Requires = requires(**self._options) if requires else self._implementation.REQUIRES
+        return result
 
     def forward(self, *inputs: Any) -> Any:
         """Returns the outputs without checks and autograd, for calls by other operators. `inputs` may end with activations."""

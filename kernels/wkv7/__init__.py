@@ -36,6 +36,7 @@ class WKV7(Operator):
     """Computes WKV-7 by the named implementation: `WKV7("reference")(r, log_w, k, v, a, b, state=None) -> (y, state)`.
 
     The result can be differentiated once, with respect to all seven inputs. B, T, H and N may have any size, including 0.
+    log_w must be from -1 to 0: some kernels divide by the product of 16 decays, and with log_w below -5 their results are NaN.
     Half-precision r, k, v, a, b are computed in float32, and y has the dtype of v. log_w is converted to float32. Raises
     ValueError for an unknown name or wrong inputs, and KernelUnavailable if the implementation cannot run on the inputs'
     device.

@@ -198,3 +198,10 @@ def test_gradients_go_only_to_the_inputs_that_need_one() -> None:
     k = tensors[2].requires_grad_()
     y, _ = wkv(*tensors, WKVState(*state))
     assert torch.autograd.grad(y.sum(), k)[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize(("name", "options"), [("timex", {}), ("torch_scan", {"timex": "conv1d"}),
+                                               ("timex", {"timex": "conv1d", "chunk": 3})])
+def test_an_option_that_is_missing_or_unknown_is_named(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=rf"WKV4\('{name}'\).*({'|'.join(options) or 'timex'})"):
+        WKV4(name, **options)
