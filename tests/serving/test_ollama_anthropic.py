@@ -326,6 +326,16 @@ def test_anthropic_s_errors_have_its_form(server: Running, fields: dict[str, Any
     assert named in error["error"]["message"]
 
 
+def test_thoughts_of_consecutive_messages_are_all_read(g1: Running) -> None:
+    def count(*answers: tuple[str, str]) -> int:
+        turns = [{"role": "assistant", "content": [{"type": "thinking", "thinking": thoughts, "signature": ""},
+                                                   {"type": "text", "text": text}]} for thoughts, text in answers]
+        body = {"model": "tiny", "messages": [*QUESTION, *turns, *QUESTION]}
+        return int(httpx.post(f"{g1.url}/v1/messages/count_tokens", json=body).json()["input_tokens"])
+
+    assert count(("one", "a"), ("two", "b")) == count(("one\ntwo", "a\nb"))
+
+
 def test_a_key_may_be_in_either_header(checkpoint: Any) -> None:
     import anthropic
 

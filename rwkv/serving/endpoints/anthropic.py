@@ -181,8 +181,10 @@ def _messages(body: MessagesRequest) -> tuple[list[JsonObject], list[str]]:
     def add(message: JsonObject, where: str) -> None:
         last = chat[-1] if chat else None
         if last and last["role"] == message["role"] != "tool" and not last.get("tool_calls"):
-            last["content"] = [*last["content"], *message["content"]]
-            last |= {name: value for name, value in message.items() if name not in ("role", "content")}
+            thoughts = [each["reasoning_content"] for each in (last, message) if "reasoning_content" in each]
+            last |= message | {"content": [*last["content"], *message["content"]]}
+            if thoughts:
+                last["reasoning_content"] = "\n".join(thoughts)
         else:
             chat.append(message)
             places.append(where)
