@@ -72,7 +72,7 @@ def scan_table(measured: dict[str, Any]) -> str:
         error = [f"{forward['err_ratio']:.0e}"] if checked else []
         rows.append([name, _ms(forward["ms"]), _ms(backward["ms"]), *pairs, *error, *speed])
     copy_ms = measured["limits"].get("copy_one_ms")
-    copy = f" A copy of one such tensor takes {_ms(copy_ms)} ms; in pairs, forward and backward." if copy_ms else ""
+    copy = f" A copy of one such tensor takes {_ms(copy_ms)} ms. Pairs of times are forward and backward." if copy_ms else ""
     return f"{_caption(measured)}{copy}\n\n{markdown(rows)}{_notes(measured)}"
 
 

@@ -52,7 +52,7 @@ class Case(BenchCase):
         return self.inputs[2].detach()
 
     def estimate(self, name: str) -> Costs:
-        """Extrapolates from an eighth of the steps. A convolution in one block takes quadratic time in the steps."""
+        """Extrapolates from an eighth of the steps. A convolution in one block takes time quadratic in the number of steps."""
         steps = -(-self.T // 8)
         time_decay, time_first, *sequences = self.inputs
         k, v = (sequence.detach()[:, :steps].clone(memory_format=torch.contiguous_format).requires_grad_()

@@ -61,7 +61,7 @@ EXTRA: dict[str, Any] = {"additional_special_tokens": [{"content": "<a>"}, {"con
 
 
 def test_a_template_may_use_the_special_tokens(tmp_path: Path) -> None:
-    """These are the variables of transformers' apply_chat_template. The name of the end-of-text token stands for the token."""
+    """The variables are those of transformers' apply_chat_template, and the name of the end-of-text token becomes the token."""
     folder = tmp_path / "model"
     directory(folder, chat_template=SPECIAL, **EXTRA)
     (folder / "special_tokens_map.json").write_text(json.dumps({"sep_token": "<sep>", "pad_token": "another"}))

@@ -60,7 +60,8 @@ ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant"
          "developer": "system", "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
          "tool_response": "tool", "ipython": "tool", "function_call": "assistant", "tool_call": "assistant"}
 CALLS = ("function_call", "tool_call")   # roles whose text is a tool call, or a list of calls, in JSON
-INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning")    # in an assistant's message
+# fields of an assistant's message that may stand in place of its content
+INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning")
 
 
 class Conversation(NamedTuple):
