@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from inspect import Signature, signature
+from threading import RLock
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -259,13 +260,16 @@ def _result_types(n: int) -> str:
 
 
 _functions: dict[str, Function] = {}
+_registering = RLock()                   # torch destroys the registration of a name if another thread registers it again
 
 
 def _function_of(operator: Operator) -> Function:
     """Returns the Function that all operators of this name share, because torch registers a name only once per process."""
     name = "_".join(map(str, (*operator._file, *(value for _, value in sorted(operator._options.items())))))
     if name not in _functions:
-        _functions[name] = Function(operator, name)
+        with _registering:
+            if name not in _functions:
+                _functions[name] = Function(operator, name)
     return _functions[name]
 
 

@@ -1,7 +1,10 @@
 """Tests kernels/operator.py: both call paths give the same bits; modes, traces and profilers see the registered operator."""
 
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -205,3 +208,22 @@ def test_gradients_go_only_to_the_inputs_that_need_one() -> None:
 def test_an_option_that_is_missing_or_unknown_is_named(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=rf"WKV4\('{name}'\).*({'|'.join(options) or 'timex'})"):
         WKV4(name, **options)
+
+
+def test_threads_may_make_the_same_operator_at_once() -> None:
+    """torch destroys the registration of a name while another thread registers the same name."""
+    barrier = Barrier(8)
+    inputs = TIME_DECAY, TIME_FIRST, V, V, *WKVState.empty(V.shape[0], V.shape[2], dtype=V.dtype)
+
+    def result(_: int) -> Tensor:
+        barrier.wait()
+        return WKV4("timex", timex="formula", block=7)._function.registered(*inputs)[0]      # no other test has this block
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            results = [*pool.map(result, range(8))]
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(result, results[0]) for result in results)
