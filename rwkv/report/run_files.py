@@ -37,7 +37,7 @@ NUMBER = (int, float)
 LAYER = {"errors": {str: {"err_ratio": NUMBER, "max": NUMBER}}, "ranges": {str: [NUMBER, NUMBER]}}
 CONFIG_STRUCTURE = {"kernel": {"name": str}, "seed": int, "logger": {str: object}}
 MEASURED_STRUCTURE = {"warm_up": int, "precision": str, "machine": dict,
-                      "steps": [{"ms": NUMBER, "forward_ms": NUMBER, "backward_ms": NUMBER}],
+                      "steps": [{"step": int, "ms": NUMBER, "forward_ms": NUMBER, "backward_ms": NUMBER}],
                       "errors": {str: {"layers": [LAYER], "allowed": {str: NUMBER}}}}
 TUNED_STRUCTURE = {"tuned": {"method": str, "base": str, "dtype": str, "trained": int}, "guard": (str, type(None)),
                    "before": {str: NUMBER}, "after": {str: NUMBER}, "samples": [{"prompt": str, "reference": str}]}
@@ -187,7 +187,7 @@ def _sweep_run(folder: Path, entry: JsonObject) -> Run:
 def _run(folder: Path, name: str) -> Run:
     damaged: Damaged = []
     config = _valid_values(read_mapping(folder / CONFIG, yaml.safe_load, damaged), CONFIG_STRUCTURE, CONFIG, damaged)
-    measured = _valid_values(read_mapping(folder / KERNEL, json.loads, damaged), MEASURED_STRUCTURE, KERNEL, damaged)
+    measured = read_measured(folder / KERNEL, damaged)
     return Run(name, kernel=config.get("kernel", {}).get("name", ""), seed=config.get("seed", 0),
                status="finished" if measured.get("finished") else "not finished",
                config=config, metrics=_curves(read_metrics(folder / METRICS, damaged)), measured=measured,
@@ -228,6 +228,11 @@ def read_mapping(path: Path, parse_text: Callable[[str], object], damaged: Damag
         damaged.append(f"{path.name} must be a mapping; got a {type(content).__name__}; the report ignores this file")
         return {}
     return content
+
+
+def read_measured(path: Path, damaged: Damaged) -> JsonObject:
+    """Returns the valid part of a kernel.json, or {}. Messages on damaged parts go to `damaged`."""
+    return _valid_values(read_mapping(path, json.loads, damaged), MEASURED_STRUCTURE, KERNEL, damaged)
 
 
 def _valid_values(content: JsonObject, structure: JsonObject, name: str, damaged: Damaged) -> JsonObject:

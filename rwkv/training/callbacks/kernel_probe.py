@@ -37,7 +37,7 @@ from rwkv.distributed import rank
 from rwkv.io.atomic import require_folder, write_file
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import labelled_line
-from rwkv.report.run_files import KERNEL, read_mapping
+from rwkv.report.run_files import KERNEL, read_measured
 from rwkv.training.kernel_check import mismatch_message
 from rwkv.training.task import LanguageModel, TrainingBatch
 
@@ -187,7 +187,7 @@ class Probe(Callback):
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._first_step = trainer.global_step
         self._max_steps = trainer.max_steps
-        earlier = read_mapping(self.path, json.loads, []) if self._first_step else {}
+        earlier = read_measured(self.path, []) if self._first_step else {}
         self.measured = {
             "kernel": _time_mixers(pl_module)[0].wkv.name, "device": pl_module.device.type, "precision": self.options.precision,
             "machine": describe(pl_module.device.type), "wrong": earlier.get("wrong", self._kernel_error),

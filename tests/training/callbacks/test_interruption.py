@@ -131,7 +131,7 @@ def test_a_run_that_saved_nothing_begins_again_beside_what_it_had_written(folder
 
 
 def test_the_best_checkpoint_is_continued_where_it_is_the_only_one(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """The run was killed after its first validation, which wrote best.ckpt."""
+    """The run was killed after its first validation, which wrote best.ckpt. Damage to kernel.json costs only times."""
     validating = (*RUN, "trainer.val_every=25", "trainer.max_steps=40")
     assert done_here(folder, "train", *validating, f"out_dir={tmp_path}/whole").status == 0
     process = forked(folder, *validating, f"out_dir={tmp_path}/killed")
@@ -139,6 +139,7 @@ def test_the_best_checkpoint_is_continued_where_it_is_the_only_one(folder: Path,
     process.kill()
     finish(process)
     assert {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()} == {"best.ckpt"}
+    (tmp_path / "killed" / "kernel.json").write_text('{"steps": 3, "errors": [1]}')
     result = done_here(folder, "train", "resume=auto", f"out_dir={tmp_path}/killed")
     assert result.status == 0, result.error
     assert "continued from" in result.error
