@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from kernels.backends import fbgemm
 from kernels.machine.cpu import multiplies_natively
 from kernels.matvec import FORMATS, MOST_ROWS, Blocks, Int4, Int8, MatVec, Packed
+from kernels.operator import PLAIN
 from kernels.registry import load, why_not
 from kernels.select import AUTO, select
 from rwkv.errors import UserError
@@ -278,8 +279,9 @@ class BFloat16Linear(nn.Linear):
         return _product(self, x.to(product_dtype(x)))
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        in_c = rows.is_cpu and rows.dtype == torch.float32 and not torch.compiler.is_compiling()
-        if in_c and why_not("matvec", IN_C) is None:
+        has_address = type(rows) in PLAIN and type(self.weight) in PLAIN and rows.is_cpu
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if has_address and not is_traced and rows.dtype == torch.float32 and why_not("matvec", IN_C) is None:
             y: Tensor = load("matvec", IN_C).bfloat16_product(self.weight.detach(), rows)
             return y
         return torch.cat([F.linear(rows, part) for part in self.row_blocks(rows.dtype)], 1)
