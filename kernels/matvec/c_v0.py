@@ -14,6 +14,7 @@ BLOCK = TOGETHER * GROUP                 # numbers of a row that are prepared to
 CACHED = 2**19                           # int8: elements of x per call that stay in the cache; at least 64 rows
 MANY_ROWS = 64                           # from this many rows on, converting W once for all rows is faster
 TILE_ROWS = 12                           # a multiple of the rows in a tile of x (csrc/many_rows.c) at every level
+TILED_ROWS = 84 * TILE_ROWS              # rows of x copied into tiles at a time, to bound the memory
 SMALL = 2**16                            # products up to which one thread finishes before a second would wake
 
 
@@ -60,9 +61,10 @@ def bfloat16_product(weight: Tensor, x: Tensor) -> Tensor:
         native.run("matvec", threads, KINDS["bfloat16 as float32"], False, N, K, R, K, 0, 0, False, threads,
                    weight, None, None, x, None, y)
     else:
-        tiles = x.new_empty(-(-R // TILE_ROWS) * TILE_ROWS, K)
-        native.run("matvec_tiles", native.threads_for(R), R, K, x, tiles)
-        native.run("matvec_many_rows", native.threads_for(N), N, K, R, weight, tiles, y)
+        tiles = x.new_empty(min(TILED_ROWS, R + TILE_ROWS), K)
+        for rows, out in zip(x.split(TILED_ROWS), y.split(TILED_ROWS), strict=True):
+            native.run("matvec_tiles", native.threads_for(len(rows)), len(rows), K, rows, tiles)
+            native.run("matvec_many_rows", native.threads_for(N), N, K, len(rows), weight, tiles, out)
     return y
 
 

@@ -248,7 +248,8 @@ def test_int8_by_input_has_the_bits_of_int8_by_output(rows: int, level: str, mon
 @in_c
 def test_bfloat16_products_of_float32_rows_have_the_same_bits_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes have incomplete tiles, panels and pieces of K. The bits of a row do not depend on the other rows."""
-    for R, N, K in ((c_v0.MANY_ROWS, 7, 13), (200, 33, 300), (77, 150, 768), (70, 64, 2050), (9, 40, 72), (0, 3, 8)):
+    for R, N, K in ((c_v0.MANY_ROWS, 7, 13), (200, 33, 300), (77, 150, 768), (70, 64, 2050), (c_v0.TILED_ROWS + 5, 20, 70),
+                    (9, 40, 72), (0, 3, 8)):
         x, packed = cases.inputs(R, N, K, "bfloat16")
         by_level = []
         for level in native.levels():
