@@ -52,7 +52,8 @@ def int8_product(packed: Int8) -> Callable[[Tensor], Tensor]:
 def bfloat16_product(weight: Tensor, x: Tensor) -> Tensor:
     """Returns y (R,N) of a bfloat16 W (N,K) and a float32 x (R,K), which is not rounded.
 
-    The bits of a row depend on the number of rows only in so far as MANY_ROWS or more rows are summed in another order.
+    MANY_ROWS or more rows are summed in a different order from fewer rows. Otherwise the bits of a row's result do not depend
+    on the other rows.
     """
     R, N, K = len(x), *weight.shape
     weight, x, y = weight.contiguous(), x.contiguous(), x.new_empty(R, N)

@@ -32,7 +32,7 @@ from kernels.select import AUTO, select
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import Context, first_derivative
-from rwkv.model.fused import product_dtype
+from rwkv.model.fused import can_use_functions, product_dtype
 
 IN_C = "c_v0"                            # the C kernel of kernels/matvec, for int8, bfloat16 and GGUF's blocks
 UNPACKED, UNPACKED_ON_GPU = 2**22, 2**24         # elements of a matrix that are converted to floating point at a time
@@ -279,9 +279,8 @@ class BFloat16Linear(nn.Linear):
         return _product(self, x.to(product_dtype(x)))
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        has_address = type(rows) in PLAIN and type(self.weight) in PLAIN and rows.is_cpu
-        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if has_address and not is_traced and rows.dtype == torch.float32 and why_not("matvec", IN_C) is None:
+        has_address = type(rows) in PLAIN and type(self.weight) in PLAIN and rows.is_cpu and can_use_functions()
+        if has_address and rows.dtype == torch.float32 and why_not("matvec", IN_C) is None:
             y: Tensor = load("matvec", IN_C).bfloat16_product(self.weight.detach(), rows)
             return y
         return torch.cat([F.linear(rows, part) for part in self.row_blocks(rows.dtype)], 1)

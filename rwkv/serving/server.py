@@ -34,7 +34,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG_TEXT = "a long text. " * 6000       # exceeds SHORT in rwkv/tokenizer/world.py, so that encoding it loads the fast library
 AFTER_GRACE = 10                         # seconds allowed for sending the last events
-OTHER_FILES = 128                        # most files that the HTTP process has open besides connections
+OTHER_FILES = 128                        # maximum open files of the HTTP process besides connections
 
 
 def serve(config: ServeConfig, work: Work) -> None:

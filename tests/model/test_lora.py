@@ -212,6 +212,12 @@ def test_the_gradient_of_an_input_is_that_of_the_rounded_weight(layer: Callable[
     torch.testing.assert_close(actual, grad @ weight, rtol=1e-5, atol=1e-4)
 
 
+def test_bfloat16_layers_can_be_vectorised_by_vmap() -> None:
+    """The tensors of torch.func have no address, so C cannot multiply them."""
+    layer, x = BFloat16Linear(torch.randn(20, 16)), torch.randn(3, 70, 16)
+    torch.testing.assert_close(torch.vmap(layer)(x), layer(x))
+
+
 @pytest.mark.parametrize("method", ["lora", "state"])
 def test_frozen_weights_take_less_memory_than_trained_ones(method: str) -> None:
     """The test measures the activations that a forward pass saves, which grow with the text."""

@@ -143,8 +143,8 @@ def write_error(path: Path, error: BaseException) -> UserError:
     cause = _root_cause(error)
     reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
     remedy = "Fix this error" if isinstance(cause, OSError) and cause.errno not in FULL else "Make room on the disk"
-    kept = " Earlier checkpoints are intact." if any(path.parent.glob("*.ckpt")) else ""
-    return UserError(f"the checkpoint {path.parent / LAST.name} cannot be written: {reason}.{kept} {remedy}, then continue "
+    intact = " Earlier checkpoints are intact." if any(path.parent.glob("*.ckpt")) else ""
+    return UserError(f"the checkpoint {path.parent / LAST.name} cannot be written: {reason}.{intact} {remedy}, then continue "
                      f"with resume=auto {quote(f'out_dir={path.parent.parent}')}")
 
 
