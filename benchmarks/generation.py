@@ -14,7 +14,8 @@ Other programs can be measured on the same weights, with two threads each:
     --rwkv-cpp FOLDER    rwkv.cpp: a checkout that is built (librwkv.so)
 
 For RWKV-7, int8 and int4 also measure GGUF files in Q8_0 and Q4_K_M, whose blocks are multiplied without conversion. The blocks
-of Q4_K_M are random in any case, because both programs multiply by all blocks, whatever their inputs.
+of Q4_K_M are random in any case, because both programs multiply by all blocks, whatever their inputs. With --zeros, bfloat16 also
+measures a file of `timemix convert --by-input`.
 
 Each program and dtype is a process. Processes with the same weight width, such as float32, run alternately, so that only one
 runs at any moment. The last line of standard output is the result as JSON.
@@ -55,6 +56,7 @@ from rwkv.model.base import MATRICES, generation
 from rwkv.model.decoding.c_step import LINEAR, step_of
 from rwkv.model.quantized import BFloat16Linear, BlockLinear, Int4Linear, Int8Linear
 from rwkv.pretrained import RWKV
+from rwkv.tools.convert import convert
 
 WIDTHS = {"float32": "32 bits", "bfloat16": "16 bits", "int8": "8 bits", "int4": "4 to 6 bits"}
 PEER_FORMATS = {"32 bits": {"rwkv": ["float32"], "transformers": ["float32"], "llama.cpp": ["F32"], "rwkv.cpp": ["FP32"]},
@@ -65,6 +67,7 @@ PEER_FORMATS = {"32 bits": {"rwkv": ["float32"], "transformers": ["float32"], "l
 LACKING: dict[str, list[tuple[str, str | None]]] = {             # peers that do not support this architecture or this format
     "rwkv4": [("llama.cpp", None)], "rwkv7": [("transformers", None), ("rwkv", "int8")]}
 IN_BLOCKS = {"8 bits": "Q8_0", "4 to 6 bits": "Q4_K_M"}         # the GGUF format that timemix measures at a width, for RWKV-7
+BY_INPUT, BY_INPUT_FILE = "bfloat16 by input", "by_input.safetensors"
 GGUF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
 GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
@@ -188,6 +191,8 @@ def _commands(args: argparse.Namespace, folder: Path, width: str, dtype: str) ->
     if args.generation == "rwkv7" and width in IN_BLOCKS:
         name = IN_BLOCKS[width]
         files["timemix", name] = (BLOCKS, f"{name}.gguf")
+    if dtype == "bfloat16" and _measures_by_input(args):
+        files["timemix", BY_INPUT] = (dtype, BY_INPUT_FILE)
     ours = {key: [sys.executable, "-m", "benchmarks.generation", "--measure", format, "--checkpoint", str(folder / file),
                   "--batch", sizes[0], "--prompt", sizes[1]] for key, (format, file) in files.items()}
     pythons = {"rwkv": args.peers, "transformers": args.peers, "llama.cpp": args.llama,
@@ -260,11 +265,17 @@ def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) ->
     formats = set(GGUF) if args.llama else {"Q8_0"} if {"int8", "int4"} & set(args.dtype) else set()
     for name in formats if args.generation == "rwkv7" else ():
         model.save_pretrained(folder / f"{name}.gguf", dtype=GGUF[name])
+    if _measures_by_input(args):
+        convert(checkpoint, folder / BY_INPUT_FILE, "bfloat16", by_input=True)
     if args.generation == "rwkv7" and "int4" in args.dtype:
         write_q4_k_m(folder / "Q8_0.gguf", folder / "Q4_K_M.gguf")
     for name, dtype in GGMF.items() if args.rwkv_cpp else ():
         model.save_pretrained(folder / f"{name}.ggmf", dtype=dtype)
     return zero_fraction(model)
+
+
+def _measures_by_input(args: argparse.Namespace) -> bool:
+    return args.generation == "rwkv7" and args.zeros is not None and "bfloat16" in args.dtype
 
 
 def write_checkpoint(folder: Path, name: str, shape: Sequence[int], zeros: float | None = None) -> Path:

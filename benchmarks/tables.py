@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks._main import run_program
-from benchmarks.generation import IN_BLOCKS, PEER_FORMATS, WIDTHS
+from benchmarks.generation import BY_INPUT, IN_BLOCKS, PEER_FORMATS, WIDTHS
 from kernels.arguments import Parser
 from kernels.bench.results import FOLDER, Report, read_json
 from kernels.bench.text import fill_section, markdown
@@ -37,7 +37,7 @@ def caption(report: Report) -> str:
 
 def generation(report: Report) -> str:
     """Makes a table of tokens per second by task and dtype: timemix, its percentages of two limits, and each peer's best."""
-    widths = WIDTHS | {name: width for width, name in IN_BLOCKS.items()}
+    widths = WIDTHS | {name: width for width, name in IN_BLOCKS.items()} | {BY_INPUT: WIDTHS["bfloat16"]}
     peers = list(dict.fromkeys(row["of"] for row in report["rows"] if row["of"] != "timemix"))
     table = [["tokens/s", "dtype", "timemix", "of the read bandwidth", "of the matrix products", *peers, "first token s",
               "peak MiB"]]

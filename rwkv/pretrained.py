@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from kernels import matvec
+from kernels import matvec, native
 from kernels.arguments import path_of
 from kernels.machine.cpu import matrix_dtype
 from kernels.machine.memory import available_memory
@@ -44,6 +44,7 @@ from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, wrap_text
 from rwkv.io.state_path import state_path
 from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
+from rwkv.model.decoding import c_step
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import (
     IN_C,
@@ -278,7 +279,7 @@ class OpenCheckpoint(NamedTuple):
         if end := self.tokenizer.end_line():
             notes.append(("sequences", f"end with {end}"))
         rounding = [*requantisation_lines(self.checkpoint, self.dtype), *adapter_rounding_lines(self.checkpoint, self.dtype),
-                    *old_memory_order_lines(self.checkpoint, self.dtype), *self._packing_lines()]
+                    *old_memory_order_lines(self.checkpoint, self.dtype), *self._packing_lines(), *self._by_output_lines()]
         return notes + [("weights", line) for line in rounding]
 
     def print_notes(self) -> None:
@@ -304,6 +305,21 @@ class OpenCheckpoint(NamedTuple):
         target = f"{checkpoint.path.stem}-{dtype}.safetensors"
         return [f"each start packs the weights in {dtype}. cache_packed=true caches the packed weights. To store them in a "
                 f"file: timemix convert {shlex.quote(str(checkpoint.path))} {shlex.quote(target)} --dtype {dtype}"]
+
+    def _by_output_lines(self) -> list[str]:
+        """Returns a line on how to skip the weights of zero inputs, if decoding reads them because they are stored by output."""
+        checkpoint = self.checkpoint
+        if (self.device, self.dtype) != ("cpu", "bfloat16") or checkpoint.unadapted or native.why_not():
+            return []
+        layers = generation(checkpoint.config).non_negative(checkpoint.config)
+        by_output = [tensor.count for name, tensor in checkpoint.weights.stored.items()
+                     if name.endswith(tuple(f"{layer}.weight" for layer in layers)) and not tensor.by_input]
+        if sum(by_output) * torch.bfloat16.itemsize <= c_step.COPIED:
+            return []
+        target = f"{checkpoint.path.stem}-by-input.safetensors"
+        return [f"decoding reads all of {' and '.join(layers)}, although most of the inputs are zero in a trained model. To skip "
+                f"the weights of zero inputs: timemix convert {shlex.quote(str(checkpoint.path))} {shlex.quote(target)} "
+                "--dtype bfloat16 --by-input"]
 
     def model(self) -> RWKV:
         checkpoint = packed_cache.write(self.checkpoint, self.dtype) if self.caches else self.checkpoint

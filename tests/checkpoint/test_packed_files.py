@@ -213,6 +213,9 @@ def test_bfloat16_by_input_is_the_same_model_without_a_copy(tmp_path: Path, gene
         state = model.empty_state(2)
         assert torch.equal(CDecoder(model, state).step(ids[:, 0]), CDecoder(expected, state).step(ids[:, 0]))
         assert sum(part.nbytes for part in step_of(model).own_tensors) < 2**16
+        for file in (source, path):
+            start = open_checkpoint(SavedModelConfig(checkpoint=str(file), dtype="bfloat16", device="cpu", tokenizer="byte"))
+            assert any(f"convert {file} " in line for _, line in start.lines()) == (file == source)
     watch = WeightsWatch(model)
     value.view(torch.int16).numpy()[:] = 0
     assert not watch.unchanged()
