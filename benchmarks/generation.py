@@ -14,8 +14,8 @@ Other programs can be measured on the same weights, with two threads each:
     --rwkv-cpp FOLDER    rwkv.cpp: a checkout that is built (librwkv.so)
 
 For RWKV-7, int8 and int4 also measure GGUF files in Q8_0 and Q4_K_M, whose blocks are multiplied without conversion. The blocks
-of Q4_K_M are random in any case, because both programs multiply by all blocks, whatever their inputs. With --zeros, bfloat16 also
-measures a file of `timemix convert --by-input`.
+of Q4_K_M are random in any case, because both programs multiply by all blocks, whatever their inputs. With --zeros, bfloat16
+also measures a file written by `timemix convert --by-input`.
 
 Each program and dtype is a process. Processes with the same weight width, such as float32, run alternately, so that only one
 runs at any moment. The last line of standard output is the result as JSON.

@@ -307,7 +307,7 @@ class OpenCheckpoint(NamedTuple):
                 f"file: timemix convert {shlex.quote(str(checkpoint.path))} {shlex.quote(target)} --dtype {dtype}"]
 
     def _by_output_lines(self) -> list[str]:
-        """Returns a line on how to skip the weights of zero inputs, if decoding reads them because they are stored by output."""
+        """Returns a line on how to skip the weights of zero inputs, if decoding reads these weights."""
         checkpoint = self.checkpoint
         if (self.device, self.dtype) != ("cpu", "bfloat16") or checkpoint.unadapted or native.why_not():
             return []
@@ -317,8 +317,8 @@ class OpenCheckpoint(NamedTuple):
         if sum(by_output) * torch.bfloat16.itemsize <= c_step.COPIED:
             return []
         target = f"{checkpoint.path.stem}-by-input.safetensors"
-        return [f"decoding reads all of {' and '.join(layers)}, although most of the inputs are zero in a trained model. To skip "
-                f"the weights of zero inputs: timemix convert {shlex.quote(str(checkpoint.path))} {shlex.quote(target)} "
+        return [f"decoding reads all of {' and '.join(layers)}, although most of the inputs are zero in a trained model. To "
+                f"skip the weights of zero inputs: timemix convert {shlex.quote(str(checkpoint.path))} {shlex.quote(target)} "
                 "--dtype bfloat16 --by-input"]
 
     def model(self) -> RWKV:

@@ -169,8 +169,10 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) 
         tensor = weights[name]
         shape = (len(tensor.weight), tensor.K) if isinstance(tensor, Blocks) else tuple(tensor.shape)
         step = max(1, math.prod(shape) // SAMPLED)
-        sample = (tensor.elements_at(torch.arange(0, math.prod(shape), step, device="cpu")) if isinstance(tensor, Blocks)
-                  else tensor.detach().flatten()[::step])
+        indices = torch.arange(0, math.prod(shape), step, device="cpu")
+        sample = (tensor.elements_at(indices) if isinstance(tensor, Blocks)
+                  else tensor.detach().flatten()[::step] if tensor.is_contiguous() or tensor.dim() != 2
+                  else tensor.detach()[indices // shape[1], indices % shape[1]])     # flatten() would copy a transposed matrix
         digest.update(f"{name} {shape}".encode())
         digest.update(sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

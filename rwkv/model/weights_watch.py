@@ -195,14 +195,16 @@ def _flat_view(tensor: Tensor) -> Tensor | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Returns True if all elements are finite. aminmax propagates NaN and, unlike torch.isfinite, needs no temporary."""
-    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+    """Returns True if all elements are finite. aminmax propagates NaN and, of a flat tensor, needs no temporary."""
+    flat = _flat_view(tensor)
+    return bool(torch.stack(torch.aminmax(tensor if flat is None else flat)).isfinite().all())
 
 
 def _sample(tensor: Tensor, n: int) -> Tensor:
     """Returns about n evenly spaced elements of the tensor, or all elements if there are fewer."""
     step = max(1, tensor.numel() // n) | 1               # an odd step selects several columns of a matrix
-    return tensor.flatten()[::step]
+    flat = _flat_view(tensor)
+    return (tensor.flatten() if flat is None else flat)[::step]
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -28,6 +28,7 @@ sys.path.insert(0, {root!r})
 import torch
 from rwkv import RWKV
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
+from rwkv.generation.decoder import decoder_of
 
 def memory(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
@@ -35,8 +36,13 @@ def memory(key):
 def action(source):
     for target in {targets!r}:
         write_checkpoint(read_checkpoint(source), target, {dtype!r})
-    if not {targets!r}:
-        return RWKV.from_pretrained(source, "reference", dtype={dtype!r})
+    if {targets!r}:
+        return None
+    model = RWKV.from_pretrained(source, "reference", dtype={dtype!r})
+    if {decodes}:
+        model.fingerprint()
+        decoder_of(model, model.empty_state(1)).step(torch.zeros(1, dtype=torch.int64))
+    return model
 
 action({small!r})                                                     # imports are not measured
 open("/proc/self/clear_refs", "w").write("5")                         # resets VmHWM
@@ -61,10 +67,10 @@ def weights(n_layer: int, n_embd: int, vocab_size: int) -> dict[str, torch.Tenso
     return {name: torch.full(shape, 0.01) for name, shape in shapes(sizes, vocab_size).items()}
 
 
-def measure(folder: Path, source: Path, dtype: str, *targets: str) -> dict[str, int]:
+def measure(folder: Path, source: Path, dtype: str, *targets: str, decodes: bool = False) -> dict[str, int]:
     write_checkpoint(checkpoint_of(weights(1, 8, 8)), folder / "small.pth", "float16")
     code = MEASURED.format(root=str(ROOT), source=str(source), small=str(folder / "small.pth"), dtype=dtype,
-                           targets=[str(folder / target) for target in targets])
+                           targets=[str(folder / target) for target in targets], decodes=decodes)
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}      # malloc returns freed memory at once
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert process.returncode == 0, process.stderr
@@ -97,6 +103,13 @@ def test_weights_of_the_right_dtype_are_the_file(source: Path, tmp_path: Path) -
     memory = measure(tmp_path, tmp_path / "model.safetensors", "float32")
     assert memory["private"] < 0.1 * bytes_in("float32")
     assert memory["peak"] <= 1.3 * bytes_in("float32")
+
+
+@pytest.mark.programs
+def test_a_step_reads_weights_by_input_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_checkpoint(checkpoint_of(weights(8, 384, 2000)), path, "bfloat16", by_input=True)
+    assert measure(tmp_path, path, "bfloat16", decodes=True)["private"] < 0.1 * bytes_in("bfloat16")
 
 
 @pytest.mark.programs
