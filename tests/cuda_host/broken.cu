@@ -1,4 +1,4 @@
-// Kernels with one mistake each, which cuda_host must report, and two without mistakes. For test_cuda_host.py.
+// For test_cuda_host.py: kernels with one mistake each, which cuda_host must report, and two kernels without mistakes.
 
 extern "C" __global__ void reads_past_the_end(const float* x, float* y, int n) { y[0] = x[n]; }
 
@@ -40,7 +40,7 @@ extern "C" __global__ void never_writes_shared_memory(const float* x, float* y, 
     y[threadIdx.x] = x[threadIdx.x] + 0 * s[threadIdx.x];
 }
 
-// Right where the threads run in ascending order.
+// The result is correct only if the threads run in ascending order.
 extern "C" __global__ void lacks_a_barrier(const float* x, float* y, int n) {
     __shared__ float s[32];
     s[threadIdx.x] = x[threadIdx.x];

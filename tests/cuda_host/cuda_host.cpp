@@ -1,8 +1,8 @@
-// Runs one launch: reads it from standard input, runs the grid block by block, writes the buffers to standard output.
+// Runs one launch: reads it from standard input, runs the grid block by block, and writes the buffers to standard output.
 //
-// A block's threads are fibres. The scheduler resumes each in turn, in the order asked for, until it waits at a barrier or
-// returns; so between two barriers one thread is through before the next begins, and with another order the other way
-// round: a barrier that is missing gives wrong results in one of them. What waits for ever is an error.
+// A block's threads are fibres. The scheduler resumes them one after another, in the requested order; each runs until it waits at a
+// barrier or returns. So of two threads without a barrier between them, one is completely ahead of the other, and in another order
+// behind it: if a barrier is missing, one of the orders gives wrong results. A thread that waits for ever is an error.
 
 #include "cuda_host.h"
 
@@ -19,16 +19,16 @@ constexpr size_t STACK = 64 * 1024, GUARD = 4096, VECTOR = 16;
 enum Order { ASCENDING, DESCENDING, SHUFFLED };
 enum State { READY, AT_BLOCK_BARRIER, AT_WARP_BARRIER, RETURNED };
 
-using Place = void*[5];                                  // in the code and on a stack, for __builtin_longjmp
+using Place = void*[5];                                  // a jump buffer of __builtin_setjmp
 
 struct Fibre {
-    ucontext_t context;                                  // where it starts
-    Place place;                                         // where it goes on
+    ucontext_t context;                                  // where the fibre starts
+    Place place;                                         // where it continues
     bool started;
     char* stack;
-    void* fake_stack;                                    // the sanitizer's
+    void* fake_stack;                                    // AddressSanitizer's
     State state;
-    unsigned mask;                                       // of the warp barrier that it waits at
+    unsigned mask;                                       // mask of the warp barrier at which it waits
     uint3 thread;
 };
 
@@ -38,7 +38,7 @@ Here here;
 void* dynamic_shared;
 Launch launch;
 std::vector<Fibre> fibres;
-std::vector<unsigned> order;                             // in which the threads, and the blocks, take turns
+std::vector<unsigned> order;                             // order in which the threads of a block run
 std::mt19937 random_numbers(0);
 unsigned running;
 Place scheduler;
@@ -61,8 +61,8 @@ void fail(const char* format, ...) {
 unsigned lane() { return running % WARP; }
 void* slot(unsigned lane) { return slots[running / WARP][lane]; }
 
-// swapcontext would ask the system for the signal mask, and AddressSanitizer clean the stack, a hundred thousand times.
-// Functions of their own, because the compiler takes what it jumps from for left for good.
+// Jumps replace swapcontext, which makes a system call for the signal mask, and for which AddressSanitizer cleans the stack. They
+// are separate functions, because the compiler assumes that a function that jumps never continues.
 __attribute__((noipa)) void go(Place& to) { __builtin_longjmp(to, 1); }
 
 __attribute__((noipa)) void enter(Fibre& fibre) {
@@ -124,7 +124,7 @@ void start(Fibre& fibre, unsigned index) {
     fibre.thread = {index % size.x, index / size.x % size.y, index / size.x / size.y};
 }
 
-// Whether all threads that the warp of `index` waits for have arrived at this barrier.
+// Returns whether all threads named in the mask of thread `index` have arrived at its warp barrier.
 bool warp_is_complete(unsigned index) {
     const unsigned first = index / WARP * WARP, mask = fibres[index].mask;
     for (unsigned i = first; i < std::min<size_t>(first + WARP, fibres.size()); ++i)
@@ -136,7 +136,7 @@ bool all(State state) {
     return std::all_of(fibres.begin(), fibres.end(), [=](const Fibre& fibre) { return fibre.state == state; });
 }
 
-// Makes ready those whose barrier is complete; false where there are none.
+// Makes the threads ready whose barrier is complete. Returns false if there are none.
 bool release() {
     std::vector<Fibre*> released;
     for (unsigned i = 0; i < fibres.size(); ++i)
@@ -155,7 +155,7 @@ void arrange(std::vector<unsigned>& turns, size_t n) {
 }
 
 void poison(char* begin, char* end) {
-    for (volatile char* at = begin; at != end; ++at) *at = static_cast<char>(0xff);        // as a float: NaN
+    for (volatile char* at = begin; at != end; ++at) *at = static_cast<char>(0xff);        // NaN as a float
 }
 
 void run_block(unsigned index) {
@@ -175,7 +175,7 @@ void run_block(unsigned index) {
     fail("waits at a %s barrier that others never reach", stuck->state == AT_BLOCK_BARRIER ? "block's" : "warp's");
 }
 
-// Below it a page that cannot be touched, so that a stack too small is noticed.
+// Returns a stack below which a page without access makes an overflow crash.
 char* new_stack() {
     void* memory = mmap(nullptr, GUARD + STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED || mprotect(memory, GUARD, PROT_NONE)) fail("there is no memory for the threads' stacks");
@@ -220,9 +220,9 @@ const Kernel* find_kernel(const std::string& name) {
 }
 
 struct Buffer { char* data; size_t size; };
-std::map<uint64_t, Buffer> buffers;                      // by the tensor's address: one may be several arguments
+std::map<uint64_t, Buffer> buffers;                      // by the tensor's address, because a tensor may be several arguments
 
-// As large as the tensor to the byte, behind as many poisoned ones as its address was off a multiple of 16.
+// Reads a tensor into a buffer of exactly its size, at the same offset from a multiple of 16; the bytes before it are poisoned.
 Buffer read_buffer() {
     const auto address = read_number<uint64_t>(), size = read_number<uint64_t>();
     const size_t off = address % VECTOR;
@@ -237,7 +237,7 @@ Buffer read_buffer() {
     return buffer;
 }
 
-// The bytes of a kernel's parameter; a pointer's buffer goes into `written`, too.
+// Returns the bytes of a kernel's argument. Appends the buffer of a pointer to `written`.
 std::vector<char> read_argument(char type, unsigned size, std::vector<Buffer>& written) {
     std::vector<char> value(sizeof(void*));
     if (type != 'p') {

@@ -1,11 +1,11 @@
-// CUDA C++ on a CPU, for tests: what a .cu file needs in order to be compiled by a C++ compiler and run block by block.
+// CUDA C++ on a CPU, for tests: declares what a C++ compiler needs to compile a .cu file, which then runs block by block.
 //
-// Each CUDA thread is a fibre that runs until it reaches a barrier. cuda_host.cpp holds the scheduler and main().
-// Beyond CUDA's own names, `cuda_host::gather(mask, value)` gives every lane of a warp the values of all, for emulating
-// an instruction that works on a whole warp.
+// Each CUDA thread is a fibre that runs until it reaches a barrier. cuda_host.cpp contains the scheduler and main().
+// In addition to CUDA's own names, `cuda_host::gather(mask, value)` returns the values of all lanes of the warp, to emulate
+// warp-wide instructions.
 #pragma once
 
-// All headers of the standard library come before CUDA's names, since they use __noinline__ as an attribute's name.
+// The standard library's headers come before CUDA's names, because they use __noinline__ as the name of an attribute.
 #include <algorithm>
 #include <cmath>
 #include <cstdarg>
@@ -30,7 +30,7 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __restrict__ __restrict
-#define __shared__ static __attribute__((section("cuda_shared")))   // one block runs at a time; poisoned before each
+#define __shared__ static __attribute__((section("cuda_shared")))   // shared by one block at a time; poisoned before each block
 
 struct uint3 { unsigned x, y, z; };
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
@@ -54,13 +54,13 @@ namespace cuda_host {
 constexpr unsigned WARP = 32, LARGEST_VALUE = 64;
 
 struct Here { uint3 thread, block; dim3 block_size, grid; };
-extern Here here;                                        // of the thread that is running
+extern Here here;                                        // indices of the running thread
 extern void* dynamic_shared;
 
 unsigned lane();
 void wait_for_block();
 void wait_for_warp(unsigned mask);
-void* slot(unsigned lane);                               // where a lane of this warp leaves a value for the others
+void* slot(unsigned lane);                               // where the lane passes a value to the others of its warp
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 template <class T> struct Lanes { T of[WARP]; };
@@ -140,7 +140,7 @@ inline float __frcp_rn(float x) { return 1 / x; }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
-inline int cuda_host_saturated(float x) {                  // PTX: a NaN becomes 0, what is too large the nearest int
+inline int cuda_host_saturated(float x) {                  // as in PTX: NaN becomes 0, and x is clamped to the range of int
     return x != x ? 0 : x >= 0x1p31f ? INT32_MAX : x < -0x1p31f ? INT32_MIN : static_cast<int>(x);
 }
 inline int __float2int_rn(float x) { return cuda_host_saturated(rintf(x)); }
@@ -153,9 +153,9 @@ template <class T> T max(T a, T b) { return a < b ? b : a; }
 namespace cuda_host {
 
 struct Kernel { const char *name, *types; const unsigned* sizes; void (*call)(void** args); };
-extern const Kernel KERNELS[];                           // of the file under test; the last has no name
+extern const Kernel KERNELS[];                           // kernels of the file under test; the last entry has no name
 
-template <class T> struct Parameter;                     // of a kernel: a pointer, an int or a float
+template <class T> struct Parameter;                     // a kernel's parameter: a pointer, an int or a float
 template <class T> struct Parameter<T*> { static constexpr char type = 'p'; static constexpr unsigned size = sizeof(T); };
 template <> struct Parameter<int> { static constexpr char type = 'i'; static constexpr unsigned size = 4; };
 template <> struct Parameter<float> { static constexpr char type = 'f'; static constexpr unsigned size = 4; };

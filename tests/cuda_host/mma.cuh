@@ -1,5 +1,5 @@
-// The counterpart of kernels/timex/csrc/mma.cuh: fragments have the layout of PTX ISA, section mma.m16n8k8. Sums are formed as on
-// tensor cores, which truncate every addend one or two bits below the last bit of the largest addend.
+// Replaces kernels/timex/csrc/mma.cuh in tests on a CPU. Fragments have the layout in PTX ISA, section mma.m16n8k8. Sums are
+// computed as on tensor cores, which truncate every addend one or two bits below the last bit of the largest addend.
 #pragma once
 
 namespace cuda_host {
@@ -61,7 +61,7 @@ inline Thread& this_thread() {
 
 static void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1,
                 const float (&c)[4]) {
-    static cuda_host::Fragments slots[2][1024];             // used alternately, so that one wait is enough
+    static cuda_host::Fragments slots[2][1024];             // used alternately, so that one barrier is enough
     const bool odd = cuda_host::this_thread().odd ^= true;
     const unsigned lane = cuda_host::lane(), group = lane / 4, in_group = lane % 4;
     cuda_host::Fragments* const of = slots[odd] + cuda_host::thread_number() - lane;
@@ -78,8 +78,8 @@ static void mma(float (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a
     }
 }
 
-// Half of the threads copy as early as possible, onto data that others may still be reading, and half as late as possible, so
-// that data read without waiting are still poison.
+// Half of the threads copy as early as possible, over data that other threads may still be reading; the other half copy as late as
+// possible, so that data read without waiting are still poison.
 template <int BYTES> static void copy_async(float* to, const float* from, bool inside) {
     static_assert(BYTES == 4 || BYTES == 16);
     if (reinterpret_cast<uintptr_t>(to) % BYTES || reinterpret_cast<uintptr_t>(from) % BYTES)

@@ -27,7 +27,7 @@ struct block { double sum; float largest; };
 EXPORT_SIZE(draw_token, struct token)
 EXPORT_SIZE(draw_block, struct block)
 
-// The weights of 8 tokens; 0 if below e^-80.
+// Returns the weights of 8 tokens; weights below e^-80 become 0.
 INLINE floats weights_of(floats logits, float largest, float scale) {
     floats x = (logits - largest) * scale;
     return x >= -80.0f ? exp_neg(max(x, splat(-80.0f))) : splat(0.0f);
@@ -52,7 +52,7 @@ INLINE float hmax(floats x) {
     return lanes[0];
 }
 
-// A block's largest logit, and the sum of its weights relative to that logit. Sets *has_nan if a logit is NaN.
+// Returns a block's largest logit, and the sum of its weights relative to that logit. Sets *has_nan if a logit is NaN.
 INLINE struct block sum_block(const float *logits, int64_t n, float scale, int *has_nan) {
     floats largest = splat(-__builtin_inff()), sum = splat(0.0f);
     ints is_nan = (ints)0;
@@ -90,7 +90,7 @@ INLINE int64_t sample_all(const float *logits, int64_t V, float largest, float s
     double sum = 0;
     int64_t block = 0, last = 0;
     for (; block < (V - 1) / BLOCK && sum + blocks[block].sum <= threshold; block++) sum += blocks[block].sum;
-    for (int64_t i = block * BLOCK; i < V; i += 8) {        // the token is in this block, or after it due to rounding
+    for (int64_t i = block * BLOCK; i < V; i += 8) {        // the token is in this block or, due to rounding, after it
         float weights[8];
         store(weights, weights_of(load_logits(logits + i, V - i), largest, scale));
         for (int64_t l = 0; l < 8; l++) {
@@ -157,8 +157,8 @@ INLINE int64_t select_nucleus(struct token *tokens, int64_t n, const struct opti
     return selected ? selected : 1;
 }
 
-// A lower bound of the k-th largest logit: the k-th largest of the stripes' maxima. With fewer than k stripes it is the least
-// finite float, which excludes only tokens at -inf; these are never drawn.
+// Returns a lower bound of the k-th largest logit: the k-th largest of the stripes' maxima. With fewer than k stripes, the bound is
+// the least finite float, which excludes only logits of -inf; their tokens are never drawn.
 INLINE float top_k_bound(const float *logits, int64_t V, int64_t k, struct token *stripes) {
     int64_t n = V / STRIPE, popped = 0;
     if (n < k) return -__FLT_MAX__;
@@ -172,7 +172,7 @@ INLINE float top_k_bound(const float *logits, int64_t V, int64_t k, struct token
     return stripes[0].logit > -__FLT_MAX__ ? stripes[0].logit : -__FLT_MAX__;
 }
 
-// A weight below which min_p or top_p drops every token; for top_p, because all lighter tokens together weigh less than it drops.
+// Returns a weight below which min_p or top_p drops every token: all tokens below top_p's bound have a sum less than 1 - top_p.
 INLINE float min_candidate_weight(const struct options *o, double total) {
     const float smallest = 1e-36f;       // below e^-80, but not denormal, so that no CPU flushes it to 0
     float top_p_bound = o->top_p < 1 ? 0.99f * (1 - o->top_p) * (float)total / (float)o->V : smallest;

@@ -9,17 +9,17 @@
 //     Q5_K    half d, m, scales[12], bits[32], nibbles[128]                     w = d s q - m t
 //     Q6_K    nibbles[128], bits[64], int8 s[16], half d                        w = d s (q - 32)
 //
-// s and t belong to a group, of 32 or, in Q6_K, of 16. Source of the layouts: ggml, src/ggml-common.h and the package gguf.
+// s and t belong to a group of 32 elements, or of 16 in Q6_K. Source of the layouts: ggml, src/ggml-common.h and the package gguf.
 //
-// Blocks are unpacked to their integers q, and multiplied by an x of 8 bits: the products of a sub-block, 16 elements, are summed
-// exactly, and then scaled. Eight neighbouring blocks of 32 are multiplied as one of 256; a row's last ones are padded with zeros.
+// Blocks are unpacked to their integers q, and multiplied by 8-bit x: products of a sub-block, 16 elements, are summed exactly, and
+// then scaled. Eight neighbouring blocks of 32 are multiplied as one of 256; the last blocks of a row are padded with zeros.
 
 #include "tile.h"
 #include "../../native/csrc/threads.h"
 
 enum {
     SMALL_BLOCK = 32,
-    MOST_BYTES = 272,                    // of 256 elements: Q8_0
+    MOST_BYTES = 272,                    // largest size of 256 elements, that of Q8_0
     VECTORS = BLOCK / (4 * WIDE),        // vectors of bytes in 256 elements
     SETS = SUB_BLOCKS / WIDE,            // vectors of sums of a block's sub-blocks
     ROWS_TOGETHER = 64,                  // rows of x that stay in the cache beside W
@@ -54,14 +54,14 @@ INLINE int is_small(enum kind kind) { return kind <= W_Q5_1; }
 INLINE int64_t block_size(enum kind kind) { return is_small(kind) ? SMALL_BLOCK : BLOCK; }
 INLINE int64_t row_bytes(enum kind kind, int64_t K) { return K / block_size(kind) * block_bytes(kind); }
 
-// Prefetches the 256 elements that are piece->ahead bytes further on.
+// Prefetches the 256 elements that are piece->ahead bytes after w.
 INLINE void prefetch_block(enum kind kind, const struct piece *piece, const uint8_t *w) {
     UNROLL for (int64_t byte = 0; byte < row_bytes(kind, BLOCK); byte += 64) prefetch_ahead(piece, w + byte);
 }
 
 // Blocks of 32
 
-// 16 where bit e of four bytes is set, for elements e = 0 to 31
+// Returns 16 for each element e whose bit in the four bytes is set, 0 <= e < 32; otherwise 0.
 INLINE integers32 fifth_bits(const uint8_t *p) {
     uint8_t VECTOR(4) bits;
     memcpy(&bits, p, sizeof bits);
@@ -72,7 +72,7 @@ INLINE integers32 fifth_bits(const uint8_t *p) {
     return (integers32)((repeated & mask) != 0) & 16;
 }
 
-// Low nibbles of 16 bytes, then their high nibbles
+// Returns the low nibbles of 16 bytes, then their high nibbles.
 INLINE integers32 nibbles(const uint8_t *p) {
     bytes16 both;
     memcpy(&both, p, sizeof both);
@@ -81,7 +81,7 @@ INLINE integers32 nibbles(const uint8_t *p) {
                                                16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
-// The integers of a block; all but those of Q8_0 are unsigned
+// Returns the integers of a block; only those of Q8_0 are signed.
 INLINE integers32 small_integers(enum kind kind, const uint8_t *block) {
     integers32 q;
     switch (kind) {
@@ -111,13 +111,13 @@ INLINE void unpack_small(enum kind kind, const uint8_t *block, wide *w) {
 
 // k-quants
 
-// A block's scales: s and t of each sub-block, in the order of the elements (Q6_K has no t); d and m.
+// A block's scales: s and t of each sub-block, in the order of the elements (Q6_K has no t), and d and m.
 struct scales {
     integers16 s, t;
     float d, m;
 };
 
-// Q4_K and Q5_K: eight s and eight t of 6 bits in 12 bytes, each of two sub-blocks
+// Q4_K and Q5_K: reads eight s and eight t, of 6 bits each, from 12 bytes. Each belongs to two sub-blocks.
 INLINE void read_six_bits(const uint8_t *p, struct scales *scales) {
     uint32_t words[3], s[4] = {0}, t[4] = {0};
     memcpy(words, p, sizeof words);
@@ -142,7 +142,7 @@ INLINE struct scales read_scales(enum kind kind, const uint8_t *block) {
     return scales;
 }
 
-// A vector of bytes has one group of 32 or, with AVX-512, an even and an odd one. Returns the bytes p[0..31] for each.
+// Returns bytes p[0..31] once per group in a vector: once, or with AVX-512, where a vector has an even and an odd group, twice.
 INLINE words load_for_groups(const uint8_t *p) {
     bytes32 x;
     memcpy(&x, p, sizeof x);
@@ -156,7 +156,7 @@ INLINE words load_for_groups(const uint8_t *p) {
 #endif
 }
 
-// `even` for the even groups of vector v, `odd` for the odd ones
+// Returns `even` for the even groups of vector v, and `odd` for the odd ones.
 INLINE words for_groups(uint16_t even, uint16_t odd, int v) {
 #ifdef __AVX512F__
     (void)v;
@@ -170,7 +170,7 @@ INLINE words for_groups(uint16_t even, uint16_t odd, int v) {
 
 INLINE bytes and_bytes(words x, uint8_t mask) { return (bytes)x & (bytes)(int8_t)mask; }
 
-// q of elements 4 WIDE v to 4 WIDE (v + 1) - 1 of a block, or of eight blocks of 32. Only those of Q8_0 are signed.
+// Returns q of elements 4 WIDE v to 4 WIDE (v + 1) - 1 of a block, or of eight blocks of 32. Only those of Q8_0 are signed.
 INLINE bytes integers_at(enum kind kind, const uint8_t *block, int v) {
     int first = v * 4 * WIDE, part = first / 64;         // a part: 64 elements, two groups
     if (is_small(kind)) {
@@ -193,7 +193,7 @@ INLINE bytes integers_at(enum kind kind, const uint8_t *block, int v) {
     return q | (((bytes)fifth != 0) & 16);
 }
 
-// Interleave the low or high halves of each 128 bits of two vectors.
+// zip_low and zip_high interleave the low or the high halves of each 128 bits of two vectors.
 #ifdef __AVX512F__
 INLINE wide_ints zip_low(wide_ints a, wide_ints b) {
     return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
@@ -206,7 +206,7 @@ INLINE wide_ints zip_low(wide_ints a, wide_ints b) { return __builtin_shufflevec
 INLINE wide_ints zip_high(wide_ints a, wide_ints b) { return __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15); }
 #endif
 
-// Every lane of four bytes belongs to one sub-block: from a block's bytes in order, four vectors of a set at a time, vector c gets
+// Rearranges a block's bytes so that each lane of four bytes belongs to one sub-block: of the four vectors of a set, vector c gets
 // elements 4c to 4c + 3 of each sub-block, in the order of sub_block_lane.
 INLINE void arrange_sub_blocks(bytes *x) {
     for (bytes *set = x; set < x + VECTORS; set += 4) {
@@ -217,7 +217,7 @@ INLINE void arrange_sub_blocks(bytes *x) {
     }
 }
 
-// Converts a number of each sub-block to floats in the order of sub_block_lane.
+// Converts one number per sub-block to floats, in the order of sub_block_lane.
 INLINE void arrange_scales(integers16 numbers, wide *x) {
 #ifdef __AVX512F__
     numbers = __builtin_shufflevector(numbers, numbers, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -228,7 +228,7 @@ INLINE void arrange_scales(integers16 numbers, wide *x) {
 #endif
 }
 
-// Converts float16 numbers of eight blocks of 32, at byte `at` of each, to floats in the order of sub_block_lane.
+// Converts the float16 numbers at byte `at` of each of eight blocks of 32 to floats, in the order of sub_block_lane.
 INLINE void arrange_small_scales(enum kind kind, const uint8_t *blocks, int at, wide *x) {
     _Float16 VECTOR(8) halves;
     UNROLL for (int i = 0; i < 8; i++) memcpy((char *)&halves + 2 * i, blocks + i * block_bytes(kind) + at, 2);
@@ -240,7 +240,7 @@ INLINE void arrange_small_scales(enum kind kind, const uint8_t *blocks, int at, 
 #endif
 }
 
-// Q8_0: q + Q8_OFFSET is unsigned where products require it
+// Q8_0: Q8_OFFSET makes q unsigned where products require it
 #ifdef HAS_VNNI
 enum { Q8_OFFSET = 128 };
 #else
@@ -288,7 +288,7 @@ typedef bytes unaligned_bytes __attribute__((aligned(1)));
 typedef wide unaligned_wide __attribute__((aligned(4)));
 
 // Returns acc + scale x_scale sum(q x_integer) + shift sum(x) of a block, lane by lane. x: the sub-blocks' scales, then their sums.
-// In assembly, as in int4.
+// This is assembly for the reason given at add_block_int4.
 INLINE wide add_block(enum kind kind, wide acc, const struct unpacked *w, const uint8_t *q, const float *x) {
     wide_ints dot = (wide_ints)0;
     const unaligned_bytes *values = (const unaligned_bytes *)q;
@@ -319,7 +319,7 @@ INLINE wide_ints dot_of_set(enum kind kind, const bytes *w, const uint8_t *q) {
         return dot;
     }
 #if defined __AVX2__ && !defined HAS_VNNI
-    pairs sums[4];                       // of two products; 16 bits have room for eight of 5 bits, four of Q6_K
+    pairs sums[4];                       // 16 bits hold the sum of 8 products of a 5-bit q, or of 4 products of Q6_K
     UNROLL for (int c = 0; c < 4; c++) sums[c] = multiply_pairs(w[c], load_bytes(q + c * 4 * WIDE, 4 * WIDE));
     sums[0] += sums[1], sums[2] += sums[3];
     if (kind != W_Q6_K) return add_pairs(dot, sums[0] + sums[2]);
@@ -341,15 +341,15 @@ INLINE wide add_block(enum kind kind, wide acc, const struct unpacked *w, const 
 
 #endif
 
-// The last blocks of 32 of a row, fewer than eight, with zeros after them
+// Copies the last blocks of 32 of a row, fewer than eight, and appends zeros.
 INLINE const uint8_t *padded_blocks(enum kind kind, const uint8_t *blocks, int64_t elements, uint8_t *padded) {
     memset(padded, 0, MOST_BYTES);
     memcpy(padded, blocks, (size_t)row_bytes(kind, elements));
     return padded;
 }
 
-// y = sum over sub-blocks of d s x_scale sum(q x_integer) + shift sum(x), with a shift of - m t, - 32 d s in Q6_K. Blocks of 32
-// have d, and a shift of m or - zero_point d.
+// y = sum over sub-blocks of d s x_scale sum(q x_integer) + shift sum(x), where shift = - m t, or - 32 d s in Q6_K. Blocks of 32
+// have s = 1 and shift = m or - zero_point d.
 INLINE void tile_blocks(const struct product *p, int rows, int columns, const struct piece *piece) {
     enum kind kind = p->kind;
     wide acc[MAX_ROWS][COLUMNS];
@@ -369,7 +369,7 @@ INLINE void tile_blocks(const struct product *p, int rows, int columns, const st
     store_sums(p, rows, columns, piece, acc);
 }
 
-// Each kind has functions of its own, with the kind as a constant.
+// Defines the functions of one kind, so that the kind is a constant in them.
 #define BLOCKS(name, w_kind) \
     static __attribute__((noinline)) void matmul_##name(const struct product *p, int64_t begin, int64_t end) { \
         struct product specialized = *p; \

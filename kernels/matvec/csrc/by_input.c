@@ -1,19 +1,19 @@
-// int8 products of a W stored by input, (K,N), with inputs that are never negative, most of which are zero after a ReLU.
+// Products of an int8 W stored by input, (K,N), with nonnegative inputs, most of which are zero after a ReLU.
 //
-// The weights of four inputs are interleaved in registers, so that one instruction adds up four products of an output. For few
-// rows, only the weights of inputs that are nonzero in some row are read. Sums of integers are exact, so the results have the bits
-// of matmul on the transpose.
+// The weights of four inputs are interleaved in registers, so that one instruction adds up four products of an output. With few
+// rows, only the weights of inputs that are nonzero in some row are read. Integer sums are exact, so the results are bit-identical
+// to matmul on the transpose.
 
 #include "tile.h"
 
 enum {
-    LINE = 64,                           // bytes of a cache line, for prefetching
+    LINE = 64,                           // bytes in a cache line, for prefetching
     QUAD = 4,                            // inputs whose products are added up by one instruction
-    OUTPUTS = 4 * WIDE,                  // outputs of a group, whose weights for one input fill a vector
+    OUTPUTS = 4 * WIDE,                  // outputs of a group: their weights for one input fill a vector
     GROUP_VECTORS = 4,                   // vectors of a group's sums
     FEW_ROWS = 16,
     GROUPS = SPARSE_TILE / OUTPUTS,      // few rows: groups of a tile
-    CHUNK = 512,                         // few rows: inputs of which the nonzero ones are collected at a time
+    CHUNK = 512,                         // few rows: inputs from which the nonzero ones are collected at a time
     BLOCK_QUADS = 4,                     // few rows: quads multiplied for all outputs of a tile before the next ones
     MANY_ROWS = 64,                      // many rows: rows multiplied by the same interleaved weights
     MANY_OUTPUTS = 128,                  // many rows: outputs of a tile, so that whole cache lines of weights are used
@@ -28,7 +28,7 @@ enum {
 
 typedef wide_ints group_sums[GROUP_VECTORS];
 
-// Offsets of the weights of nonzero inputs, and these inputs of each row. The last quad is padded with zeros.
+// Nonzero inputs: the offsets of their weights, and their values in each row. The last quad is padded with zeros.
 struct nonzero_quads {
     int64_t quads, offsets[CHUNK + BLOCK_QUADS * QUAD];
     uint8_t x[FEW_ROWS][CHUNK];
@@ -60,7 +60,7 @@ static void find_nonzero_quads(const struct product *p, int64_t N, int64_t first
     nonzero->quads = n / QUAD;
 }
 
-// Within each 128 bits of a and b: 8 bytes of each alternately, beginning with byte `first`, or 4 pairs of bytes.
+// Interleave a and b within each 128 bits: 8 bytes or 4 pairs of bytes of each, beginning with number `first`.
 #define LANE_BYTES(i, n) i, n + i, i + 1, n + i + 1, i + 2, n + i + 2, i + 3, n + i + 3, \
                          i + 4, n + i + 4, i + 5, n + i + 5, i + 6, n + i + 6, i + 7, n + i + 7
 #define LANE_PAIRS(i, n) i, n + i, i + 1, n + i + 1, i + 2, n + i + 2, i + 3, n + i + 3
@@ -74,7 +74,7 @@ static void find_nonzero_quads(const struct product *p, int64_t N, int64_t first
 #define ZIP_PAIRS(a, b, first) (bytes)__builtin_shufflevector((pairs)a, (pairs)b, LANE_PAIRS(first, 16), LANE_PAIRS(8 + first, 16))
 #endif
 
-// Interleaves a group's weights of four inputs: lane 4 l + i of quads[v] has the weights of output 16 l + 4 v + i.
+// Interleaves a group's weights of four inputs: lane 4 l + i of quads[v] contains those of output 16 l + 4 v + i.
 INLINE void interleave(const bytes *w, bytes *quads) {
     bytes low_01 = ZIP_BYTES(w[0], w[1], 0), high_01 = ZIP_BYTES(w[0], w[1], 8);
     bytes low_23 = ZIP_BYTES(w[2], w[3], 0), high_23 = ZIP_BYTES(w[2], w[3], 8);
@@ -84,7 +84,7 @@ INLINE void interleave(const bytes *w, bytes *quads) {
 
 typedef bytes quad_weights[GROUP_VECTORS];
 
-// Loads and interleaves the weights of quads of inputs for a group of outputs, of which `width` exist. w: the first output.
+// Loads and interleaves the weights of quads of inputs for a group of `width` outputs. w: the weights of the first output.
 INLINE void load_sparse(const int8_t *w, int64_t width, const int64_t *offsets, int64_t quads, quad_weights *weights) {
     for (int64_t quad = 0; quad < quads; quad++) {
         bytes rows[QUAD];
@@ -93,7 +93,7 @@ INLINE void load_sparse(const int8_t *w, int64_t width, const int64_t *offsets, 
     }
 }
 
-// The same for consecutive inputs.
+// load_sparse for consecutive inputs.
 INLINE void load_dense(const int8_t *w, int64_t N, int64_t width, int64_t quads, quad_weights *weights) {
     for (int64_t quad = 0; quad < quads; quad++) {
         bytes rows[QUAD];
@@ -102,7 +102,7 @@ INLINE void load_dense(const int8_t *w, int64_t N, int64_t width, int64_t quads,
     }
 }
 
-// Adds the products of quads to the sums of a group for a few rows. x, sums: of the first row; x_row, sums_row: distances of rows.
+// Adds the products of quads to a group's sums, for up to TOGETHER rows. x, sums: the first row's; x_row, sums_row: row strides.
 INLINE void add_products(int rows, const quad_weights *weights, int64_t quads, const uint8_t *x, int64_t x_row, group_sums *sums,
                          int64_t sums_row) {
     wide_ints acc[TOGETHER][GROUP_VECTORS];
@@ -119,7 +119,7 @@ INLINE void add_products(int rows, const quad_weights *weights, int64_t quads, c
         UNROLL for (int v = 0; v < GROUP_VECTORS; v++) sums[i * sums_row][v] = acc[i][v];
 }
 
-// The same for any number of rows.
+// add_products for any number of rows.
 static void add_products_of_rows(int64_t n_rows, const quad_weights *weights, int64_t quads, const uint8_t *x, int64_t x_row,
                                  group_sums *sums, int64_t sums_row) {
     int64_t parts = ratio_up(n_rows, TOGETHER);
@@ -130,7 +130,7 @@ static void add_products_of_rows(int64_t n_rows, const quad_weights *weights, in
     }
 }
 
-// Writes outputs n to n + width - 1 of `rows` rows. sums: of the first row; sums_row: distance of rows, in groups.
+// Writes outputs n to n + width - 1 of `rows` rows. sums: the first row's; sums_row: the row stride, in groups.
 static void write_outputs(const struct product *p, int64_t first, int64_t rows, int64_t n, int64_t width, const group_sums *sums,
                           int64_t sums_row) {
     for (int64_t row = first; row < first + rows; row++, sums += sums_row) {
@@ -143,7 +143,7 @@ static void write_outputs(const struct product *p, int64_t first, int64_t rows, 
     }
 }
 
-// A few inputs are multiplied for all outputs of a tile before the next ones, as in matmul_sparse.
+// Multiplies a few inputs for all outputs of a tile before the next inputs, as matmul_sparse does.
 static void few_rows(const struct product *p, int64_t N, int64_t first, int64_t rows, int64_t n, int64_t width) {
     group_sums sums[FEW_ROWS * GROUPS];
     struct nonzero_quads nonzero;

@@ -1,8 +1,8 @@
-// kernels/matvec: products of many float32 rows with a bfloat16 W, as for a prompt on a CPU without bfloat16 instructions.
+// Products of many float32 rows with a bfloat16 W, for prompts on a CPU without bfloat16 instructions.
 //
-// y (R,N) of x (R,K). x is first arranged in tiles of TILE_ROWS rows. W is converted to float32 and transposed a panel at a time,
-// PANEL outputs and DEPTH inputs, and multiplied by all tiles. An output is a sum of sums of DEPTH products, each added input by
-// input, so a row's bits depend neither on the other rows nor on the level.
+// y (R,N) = x (R,K) W^T. x is first copied into tiles of TILE_ROWS rows. W is converted to float32 and transposed, a panel of PANEL
+// outputs and DEPTH inputs at a time, and each panel is multiplied by all tiles. An output is a sum of sums of DEPTH products, each
+// added input by input, so a row's bits depend neither on the other rows nor on the level.
 
 #include "tile.h"
 #include "../../native/csrc/threads.h"
@@ -14,10 +14,10 @@ enum { TILE_ROWS = 6 };
 #endif
 enum {
     PANEL = 2 * WIDE, DEPTH = BLOCK,
-    PANELS = 4, ROWS = 192,              // so many panels and rows of x stay in L2; the panel in use stays in L1
+    PANELS = 4, ROWS = 192,              // panels and rows of x that stay in L2; the panel in use stays in L1
 };
 
-// tiles (R / TILE_ROWS,K,TILE_ROWS): x (R,K), with rows of zeros up to a whole tile. A task is a tile.
+// Copies x (R,K) to tiles (R / TILE_ROWS,K,TILE_ROWS), and pads the last tile with rows of zeros. A task is a tile.
 struct tiles_call {
     int64_t R, K;
     const float *x;
@@ -48,7 +48,7 @@ struct many_rows_call {
     float *y;
 };
 
-// Converts `depth` inputs from k of `columns` outputs from n to panel (depth,PANEL); the other columns are 0.
+// Converts inputs k to k + depth - 1 of outputs n to n + columns - 1 to a panel (depth,PANEL), whose other columns are 0.
 static void convert_panel(const struct many_rows_call *call, int64_t n, int64_t columns, int64_t k, int64_t depth, float *panel) {
     float rows[PANEL * DEPTH];
     memset(rows + columns * DEPTH, 0, (size_t)((PANEL - columns) * DEPTH) * sizeof *rows);
@@ -59,7 +59,7 @@ static void convert_panel(const struct many_rows_call *call, int64_t n, int64_t 
     transpose(panel, PANEL, rows, DEPTH, PANEL, ratio_up(depth, 4) * 4);
 }
 
-// Multiplies a tile by a panel, and writes the first `rows` and `columns` of the product to y, or adds them if `adds`.
+// Multiplies a tile by a panel, and writes the product's first `rows` rows and `columns` columns to y, or adds them if `adds`.
 INLINE void multiply_panel(const float *panel, const float *tile, int64_t depth, int64_t rows, int64_t columns, int adds,
                            float *y, int64_t y_row) {
     wide sums[TILE_ROWS][2];

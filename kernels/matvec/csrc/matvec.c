@@ -1,4 +1,4 @@
-// kernels/matvec: products, their inputs in blocks, and unpacking of int4 weights.
+// Entry points of kernels/matvec: products, preparation of their inputs, and unpacking of int4 weights.
 
 #include "products.h"
 #include "../../native/csrc/threads.h"
@@ -31,8 +31,8 @@ static void multiply(struct tasks *tasks, int64_t thread) {
 
 ENTRY(matvec, struct call) { parallel_for(multiply, call, threads); }
 
-// Quantizes rows x (R,K) of whole blocks for products with int4 or GGUF's blocks (prepare_input). q: K bytes of each row; y:
-// `floats` numbers of each block. A task is a row.
+// Quantizes rows x (R,K), K a multiple of BLOCK, for products with int4 or GGUF's blocks (prepare_input). q: K bytes per row;
+// y: `floats` numbers per block. A task is a row.
 struct arrange_call {
     int64_t kind, R, K, floats;
     const float *x;
@@ -51,8 +51,8 @@ static void arrange_rows(struct tasks *tasks, int64_t thread) {
 
 ENTRY(matvec_arrange, struct arrange_call) { parallel_for(arrange_rows, call, threads); }
 
-// Rounds rows x (R,K) for products with int8 as FBGEMM does: q = round(x / largest per_step + offset), where largest (R) is each
-// row's largest magnitude, or its largest number if none is negative. A task is a row.
+// Rounds rows x (R,K) for int8 products as FBGEMM does: q = round(x / largest per_step + offset), where largest (R) is each row's
+// largest magnitude, or its largest number if none is negative. A task is a row.
 typedef double doubles VECTOR(8);
 
 struct quantize_call {
@@ -121,7 +121,7 @@ INLINE void unpack_block(enum dtype dtype, const uint16_t *words, floats scale, 
         bfloats bits;
         memcpy(&bits, words + word * 8, sizeof bits);
         ints nibbles = __builtin_convertvector(bits, ints);
-        UNROLL for (int nibble = 0; nibble < 4; nibble++) {            // low and high nibble of each byte
+        UNROLL for (int nibble = 0; nibble < 4; nibble++) {            // the low and the high nibble of two bytes
             int element = 2 * word + nibble / 2 + nibble % 2 * 16;
             store(by_element + element * 8, __builtin_convertvector((nibbles >> (4 * nibble)) & 15, floats) * scale + shift);
         }

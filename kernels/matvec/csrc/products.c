@@ -1,4 +1,4 @@
-// Products of the forms in float, int8 and int4, and preparation of their inputs.
+// Products with W in float32, bfloat16, int8 and int4, and preparation of their inputs.
 
 #include "tile.h"
 
@@ -37,7 +37,7 @@ INLINE void tile_floats(const struct product *p, int rows, int columns, const st
 
 #ifdef __AVX512BF16__
 
-// x and W in bfloat16: a lane accumulates the products of two neighbours.
+// x and W in bfloat16: each lane accumulates the products of two neighbouring inputs.
 INLINE void accumulate_bfloat16(const struct product *p, int rows, int columns, const uint16_t *const *w, const uint8_t *q,
                                 int64_t k, int64_t n, const struct piece *piece, wide (*acc)[COLUMNS]) {
     bytes weights[COLUMNS];
@@ -73,7 +73,7 @@ INLINE wide_ints sum_each(wide_ints *x) {
     return x[0];
 }
 
-// zero_point: sums of offset times W, to be subtracted from acc; 0 where x is signed.
+// zero_point: sums of the offset times W, which tile_int8 subtracts from acc; 0 if x is signed.
 INLINE void accumulate_int8(const struct product *p, int rows, int columns, const int8_t *const *w, const uint8_t *q, int64_t k,
                             int64_t n, const struct piece *piece, wide_ints (*acc)[COLUMNS], wide_ints *zero_point) {
     bytes weights[COLUMNS], offset = (bytes)(int8_t)p->offset;
@@ -115,15 +115,15 @@ INLINE void tile_int8(const struct product *p, int rows, int columns, const stru
 
 #ifdef __AVX512F__
 
-// Interleaves 64 bytes, words 4h to 4h + 3 of eight groups, so that every lane of four bytes belongs to one group: lane g gets
-// words 4h and 4h + 1 of group g, lane 8 + g the other two.
+// Interleaves 64 bytes, words 4h to 4h + 3 of eight groups, so that each lane of four bytes belongs to one group: lane g gets words
+// 4h and 4h + 1 of group g, and lane 8 + g words 4h + 2 and 4h + 3.
 INLINE bytes interleave_groups(bytes words) {
     return (bytes)__builtin_shufflevector((pairs)words, (pairs)words, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15,
                                           16, 24, 17, 25, 18, 26, 19, 27, 20, 28, 21, 29, 22, 30, 23, 31);
 }
 
-// Offset in a block of q of element e of group g, in the order of interleave_groups: the low nibbles of words 0 to 3, their high
-// nibbles, then those of words 4 to 7.
+// Returns the position of element e of group g in a block of q. The order is that of interleave_groups: the low nibbles of words 0
+// to 3, their high nibbles, then the low and high nibbles of words 4 to 7.
 INLINE int q_offset(int g, int e) {
     int nibble = e / 16, word = e % 16 / 2, byte = e % 2;
     return word / 4 * 128 + nibble * 64 + word % 4 / 2 * 32 + g * 4 + word % 2 * 2 + byte;
@@ -132,8 +132,8 @@ INLINE int q_offset(int g, int e) {
 typedef bytes unaligned_bytes __attribute__((aligned(1)));
 typedef floats unaligned_floats __attribute__((aligned(4)));
 
-// Returns scale x_scale sum(w q) + (shift sum(x) + acc) for a block. x: the groups' scales, then their sums. In assembly, because
-// clang would interleave the intrinsics of a tile's rows, whose sums then do not fit into the registers.
+// Returns scale x_scale sum(w q) + (shift sum(x) + acc) for a block. x: the groups' scales, then their sums. This is assembly,
+// because clang would interleave the intrinsics of several rows, and the rows' sums would not fit into the registers.
 INLINE wide add_block_int4(wide acc, const bytes *nibbles, wide scales, wide shifts, const unaligned_bytes *q,
                            const unaligned_floats *x) {
     wide_ints dot = (wide_ints)0;
@@ -186,12 +186,12 @@ INLINE void tile_int4(const struct product *p, int rows, int columns, const stru
 
 #else
 
-// Sums of the groups' products, from 32 bytes that hold two words of eight groups. q_offset: offset in a block of q of element e
-// of group g: for every two words of the eight groups the low nibbles, then the high ones.
+// add_words adds the products of 32 bytes, two words of each of eight groups, to the groups' sums. q_offset returns the position of
+// element e of group g in a block of q: for every two words of the eight groups, their low nibbles, then their high nibbles.
 #ifdef HAS_DOT
 typedef wide_ints group_sums;
 
-// Interleaves the words, so that every lane of four bytes belongs to one group.
+// Interleaves the words, so that each lane of four bytes belongs to one group.
 INLINE bytes interleave_groups(bytes words) {
     return (bytes)__builtin_shufflevector((pairs)words, (pairs)words, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
 }
@@ -275,7 +275,7 @@ MATMUL(bfloat16, W_BFLOAT16, 2 * BLOCK, 4, 0)
 #ifdef __AVX512BF16__
 MATMUL(wx_bfloat16, WX_BFLOAT16, 2 * BLOCK, 2, 0)
 #else
-#define matmul_wx_bfloat16 matmul_bfloat16       // of x that prepare_input has rounded
+#define matmul_wx_bfloat16 matmul_bfloat16       // prepare_input has rounded x
 #endif
 MATMUL(int8, W_INT8, BLOCK, 1, 0)
 #ifdef HAS_VNNI
@@ -283,7 +283,7 @@ MATMUL(int8, W_INT8, BLOCK, 1, 0)
 #else
 MATMUL(signed_int8, W_INT8, BLOCK, 1, 1)
 #endif
-MATMUL(int4, W_INT4, BLOCK / 2, 0, 0)   // pieces of K would be slower
+MATMUL(int4, W_INT4, BLOCK / 2, 0, 0)   // x_bytes 0: dividing K into pieces would be slower
 
 void matmul(const struct product *p, int64_t begin, int64_t end) {
     switch (p->kind) {
@@ -296,9 +296,9 @@ void matmul(const struct product *p, int64_t begin, int64_t end) {
     }
 }
 
-// W stored by input: a tile holds COLUMN_TILE outputs' sums for every lane of matmul's accumulator. Adding input k to lane
-// k % WIDE, and the lanes as wide_hsum does, gives the bits of matmul on the transpose. STEPS inputs of a lane are added while its
-// sums are in registers.
+// W stored by input: for each of COLUMN_TILE outputs, a tile has a sum per lane of matmul's accumulator. Input k is added to lane
+// k % WIDE, and the lanes are added as in wide_hsum, so the result is bit-identical to matmul on the transpose. STEPS inputs of a
+// lane are added while its sums are in registers.
 enum { STEPS = 8, COLUMN_VECTORS = COLUMN_TILE / WIDE };
 
 INLINE void add_lanes(int lanes, float (*sums)[COLUMN_TILE]) {
@@ -359,12 +359,12 @@ void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_
     else columns_range(W_BFLOAT16, p, N, begin, end);
 }
 
-// Sparse inputs. Collects the nonzero inputs of each CHUNK, and multiplies INPUTS of them for all outputs of a tile before the next
-// ones: reading long pieces of few rows of W causes fewer TLB misses than short pieces of many. The rows of a tile have up to
-// REGISTER_SUMS vectors of sums in registers at the same time.
+// Sparse inputs. sparse_tile collects the nonzero inputs of each CHUNK, and multiplies INPUTS of them for all outputs of a tile
+// before the next INPUTS: long pieces of few rows of W cause fewer TLB misses than short pieces of many. At most REGISTER_SUMS
+// vectors of sums, of all rows of a tile together, are in registers at the same time.
 enum { CHUNK = 512, INPUTS = 16, MAX_VECTORS = 8, REGISTER_SUMS = WIDE == 16 ? 24 : 8 };
 
-// Rounds x as products of that kind do.
+// Rounds x as a product of this kind does.
 INLINE float round_input(enum kind kind, float x) {
     if (kind != WX_BFLOAT16) return x;
     return from_bfloat16(to_bfloat16(splat(x)))[0];
@@ -396,8 +396,8 @@ INLINE void find_nonzero(enum kind kind, const struct product *p, int rows, int6
     nonzero->count = n;
 }
 
-// Adds the products of nonzero inputs `first` to end - 1 to sums of `width` outputs, at most `vectors` vectors, and prefetches the
-// weights of the inputs after them. w: the weights of the first output.
+// Adds the products of nonzero inputs `first` to end - 1 to the sums of `width` outputs, at most `vectors` vectors, and prefetches
+// the weights of the inputs that follow. w: the weights of the first output.
 INLINE void add_nonzero(enum kind kind, int rows, int vectors, const uint8_t *w, int64_t N, int64_t width,
                         const struct nonzero *nonzero, int64_t first, int64_t end, float (*sums)[SPARSE_TILE]) {
     wide acc[MAX_ROWS][MAX_VECTORS];
@@ -418,7 +418,7 @@ INLINE void add_nonzero(enum kind kind, int rows, int vectors, const uint8_t *w,
         UNROLL for (int c = 0; c < vectors; c++) wide_store(sums[i] + c * WIDE, acc[i][c]);
 }
 
-// The number of vectors of sums for each row: a power of two.
+// Returns the number of vectors of sums per row: a power of two.
 INLINE int sparse_vectors(int rows) { return rows * 8 <= REGISTER_SUMS ? 8 : rows * 4 <= REGISTER_SUMS ? 4 : 2; }
 
 // Computes outputs n to n + width - 1.
@@ -458,12 +458,12 @@ void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t en
     else sparse_range(WX_BFLOAT16, p, N, begin, end);
 }
 
-// W stored by output, summed in the order of sparse inputs: each output by one lane, input after input. A block is PAIRS pairs of
-// neighbouring inputs of WIDE outputs. It is transposed in registers, so that a vector holds one input of all outputs.
+// W stored by output, summed in the order of the sparse product: each lane sums one output, input after input. A block, PAIRS pairs
+// of neighbouring inputs of WIDE outputs, is transposed in registers, so that a vector has the weights of one pair for all outputs.
 // The rows of x are rounded once for IN_ORDER_TILES tiles of W, IN_ORDER_INPUTS inputs at a time.
 enum { PAIRS = WIDE, PREFETCH_BLOCKS = 4, IN_ORDER_INPUTS = 512, IN_ORDER_TILES = 16 };
 
-// Transposes a matrix of WIDE x WIDE: rows become lanes.
+// Transposes a WIDE x WIDE matrix.
 INLINE void transpose_wide(wide_ints *rows) {
     UNROLL for (int step = 1; step < WIDE; step *= 2)
         UNROLL for (int i = 0; i < WIDE; i++)
@@ -481,7 +481,7 @@ INLINE void load_inputs(int rounds, const float *x, int64_t n, float *inputs) {
     }
 }
 
-// Adds inputs k to k + n - 1, n <= 2 PAIRS, to the sums of WIDE outputs of each row. next: prefetch distance in bytes.
+// Adds the products of inputs k to k + n - 1, n <= 2 PAIRS, to each row's sums of WIDE outputs. next: prefetch distance in bytes.
 INLINE void add_block(const uint16_t *const *w, int rows, int64_t k, int64_t n, int64_t next, const float (*x)[IN_ORDER_INPUTS],
                       wide *acc) {
     wide_ints pairs_of[PAIRS];
@@ -499,7 +499,7 @@ INLINE void add_block(const uint16_t *const *w, int rows, int64_t k, int64_t n, 
     }
 }
 
-// Adds inputs k to k + size - 1 of outputs n to n + WIDE - 1, at most end - 1.
+// Adds the products of inputs k to k + size - 1 to outputs n to n + WIDE - 1, at most end - 1.
 INLINE void in_order_tile(const struct product *p, int rows, int64_t n, int64_t end, int64_t first, int64_t k, int64_t size,
                           const float (*x)[IN_ORDER_INPUTS], wide *sums) {
     const uint16_t *w[WIDE];
@@ -541,7 +541,7 @@ void matmul_in_order(const struct product *p, int64_t begin, int64_t end) {
     }
 }
 
-// Rounds 8 numbers of x to bfloat16: into q, or into `rounded` where the CPU has no bfloat16 dot products.
+// Rounds 8 numbers of x to bfloat16. Writes them to q, or to `rounded` if the CPU has no bfloat16 dot products.
 INLINE void round_to_bfloat16(const float *x, float *rounded, uint8_t *q) {
     bfloats half = to_bfloat16(load(x));
 #ifdef __AVX512BF16__
@@ -551,8 +551,8 @@ INLINE void round_to_bfloat16(const float *x, float *rounded, uint8_t *q) {
 #endif
 }
 
-// Quantizes a row x (K) to `levels` steps of its largest magnitude, plus the offset, into q. Returns the scale: NaN if x has a
-// NaN. K is a multiple of 8.
+// Quantizes a row x (K): q = round(x / scale) + offset, where the scale is the row's largest magnitude / levels. Returns the scale,
+// NaN if x has a NaN. K is a multiple of 8.
 INLINE float quantize_row(const float *x, uint8_t *q, int64_t K, int64_t levels, int64_t offset) {
     floats largest = splat(0.0f);
     ints is_nan = (ints)0;
@@ -572,8 +572,8 @@ INLINE float quantize_row(const float *x, uint8_t *q, int64_t K, int64_t levels,
     return top / (float)levels;
 }
 
-// Quantizes a block of a row x (K) for an int4 product, each group to 127 steps of its largest magnitude. q: in the order of
-// q_offset; y: the eight groups' scales, then their sums, NaN for a group that has a NaN. K is a multiple of 8.
+// Quantizes a block of a row x (K) for an int4 product, in steps of 1/127 of each group's largest magnitude. q: the integers in the
+// order of q_offset; y: the eight groups' scales, then their sums, NaN if the group has a NaN. K is a multiple of 8.
 INLINE void quantize_block(const float *x, uint8_t *q, float *y, int64_t K, int64_t block) {
     for (int g = 0; g < 8; g++) {
         int64_t first = block * BLOCK + g * GROUP, vectors = K - first >= GROUP ? 4 : K - first > 0 ? (K - first) / 8 : 0;
@@ -585,7 +585,7 @@ INLINE void quantize_block(const float *x, uint8_t *q, float *y, int64_t K, int6
             largest = max(__builtin_elementwise_abs(values[v]), largest);
         }
         float top = max_magnitude(largest, is_nan);
-        uint32_t total = 0;              // unsigned: NaN converts to INT32_MIN, and sums of it overflow
+        uint32_t total = 0;              // unsigned, because NaN converts to INT32_MIN, whose sums overflow
         int32_t integers[GROUP];
         for (int v = 0; v < 4; v++) {
             ints rounded = __builtin_convertvector(round_even(values[v] * (127.0f / top)), ints);
@@ -600,9 +600,9 @@ INLINE void quantize_block(const float *x, uint8_t *q, float *y, int64_t K, int6
     }
 }
 
-// Quantizes 256 numbers of a row x (K) for a product with GGUF's blocks, each sub-block to 127 steps of its largest magnitude. q
-// and y: the sub-blocks' integers, scales and sums in the order of sub_block_lane, NaN for one that has a NaN. K is a multiple of
-// 32; beyond it x is 0.
+// Quantizes 256 numbers of a row x (K) for a product with GGUF's blocks, in steps of 1/127 of each sub-block's largest magnitude.
+// q: the integers; y: the sub-blocks' scales, then their sums, NaN if the sub-block has a NaN; both in the order of sub_block_lane.
+// K is a multiple of 32; numbers after the end of the row count as 0.
 INLINE void quantize_sub_blocks(const float *x, uint8_t *q, float *y, int64_t K, int64_t block) {
     x += block * BLOCK, q += block * BLOCK, y += block * 2 * SUB_BLOCKS;
     for (int n = 0; n < SUB_BLOCKS; n++) {
@@ -613,7 +613,7 @@ INLINE void quantize_sub_blocks(const float *x, uint8_t *q, float *y, int64_t K,
                                   (low != low) | (high != high));
         ints halves[2] = {__builtin_convertvector(round_even(low * (127.0f / top)), ints),
                           __builtin_convertvector(round_even(high * (127.0f / top)), ints)};
-        int8_t integers[SUB_BLOCK];      // of NaN, 0
+        int8_t integers[SUB_BLOCK];      // 0 for NaN
         int32_t total = 0;
         UNROLL for (int e = 0; e < SUB_BLOCK; e++) total += integers[e] = (int8_t)halves[e / 8][e % 8];
         float step = top / 127.0f;

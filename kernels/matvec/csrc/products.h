@@ -5,10 +5,10 @@
 // therefore bitwise independent of the other rows.
 
 #pragma once
-#define LANES 8                          // everywhere except in the products, which use wider vectors where the CPU has them
+#define LANES 8                          // except in the products, which use wider vectors if the CPU has them
 #include "../../native/csrc/vectors.h"
 
-// Form of W, numbered as KINDS in Python. WX_BFLOAT16: x is rounded to bfloat16 as well. From W_Q8_0: GGUF's blocks.
+// The format of W, numbered as KINDS in Python. WX_BFLOAT16: x is rounded to bfloat16 as well. W_Q8_0 and later: GGUF's blocks.
 enum kind {
     W_FLOAT32, W_BFLOAT16, WX_BFLOAT16, W_INT8, W_INT4,
     W_Q8_0, W_Q4_0, W_Q4_1, W_Q5_0, W_Q5_1,      // blocks of 32; x is rounded to integers of 8 bits
@@ -16,16 +16,16 @@ enum kind {
 };
 enum {
     GROUP = 32,              // int4: neighbours that share a scale
-    BLOCK = 8 * GROUP,       // int4: eight groups, interleaved; GGUF's: a block of a k-quant, or eight blocks of 32
-    SIGNED = 128,            // int8: zero point of inputs of 8 bits with a sign
+    BLOCK = 8 * GROUP,       // int4: eight interleaved groups; GGUF: a block of a k-quant, or eight blocks of 32
+    SIGNED = 128,            // int8: zero point of signed 8-bit inputs
     SUB_BLOCK = 16,          // GGUF's blocks: neighbours of x that share a scale
     SUB_BLOCKS = BLOCK / SUB_BLOCK,
     COLUMN_TILE = 32,        // W stored by input: outputs in a tile, a cache line in bfloat16
-    SPARSE_TILE = 512,       // sparse product: most outputs in a tile
+    SPARSE_TILE = 512,       // sparse product: largest number of outputs in a tile
 };
 
-// A product's operands. x (R,K) has rows x_row numbers apart. Kinds that round x read the output of prepare_input instead: q, the
-// rounded x, with rows q_row bytes apart, and x, which then holds a row's scale (int8), or the scales and sums of each block's
+// A product's operands. The rows of x (R,K) are x_row numbers apart. Kinds that round x read the output of prepare_input instead:
+// the rounded x in q, whose rows are q_row bytes apart, and in x each row's scale (int8), or the scales and sums of each block's
 // groups (int4) or sub-blocks (GGUF's blocks).
 struct product {
     enum kind kind;
@@ -34,7 +34,7 @@ struct product {
     const uint8_t *q;
     float *y;
     int64_t R, K, x_row, q_row, y_row;
-    int64_t offset;                      // int8: zero point of q; SIGNED where q has 8 bits and a sign
+    int64_t offset;                      // int8: zero point of q; SIGNED for signed 8-bit inputs
     int apply_x_scale;                   // int8: multiply y by the row's scale
     int is_signed;                       // int8, set by matmul: multiply q - SIGNED as signed bytes
 };
@@ -50,38 +50,38 @@ struct product {
 
 INLINE int rounds_input(enum kind kind) { return kind >= WX_BFLOAT16; }
 
-// Outputs begin <= n < end of all rows.
+// Computes outputs begin <= n < end of all rows.
 void matmul(const struct product *p, int64_t begin, int64_t end);
 
 // The same for GGUF's blocks; called by matmul. A block's bytes are read in place, at any address.
 void matmul_blocks(const struct product *p, int64_t begin, int64_t end);
 
-// Row n of a W (N,K) of GGUF's blocks, in float32: the values that GGUF defines, to the bit.
+// Unpacks row n of a W (N,K) of GGUF's blocks to float32: exactly the values that GGUF defines.
 void unpack_blocks(enum kind kind, const void *w, int64_t K, int64_t n, float *row);
 
-// matmul, to the bit, for a float32 or bfloat16 W stored by input, (K,N), whose x is not rounded.
+// Bit-identical to matmul, for a float32 or bfloat16 W stored by input, (K,N); x is not rounded.
 void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
-// Each output is the sum of a single lane, input after input. W is finite and stored by input, (K,N): skips weights whose inputs
-// are zero in every row of a tile, which can change only the sign of a zero. Rounds x itself.
+// Sums each output in a single lane, input after input. W is finite and stored by input, (K,N). Skips weights whose inputs are zero
+// in every row of a tile, which can change only the sign of a zero. Rounds x itself.
 void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
-// matmul, to the bit, for an int8 W stored by input, (K,N), and inputs that are never negative (offset 0). For up to 16 rows, skips
+// Bit-identical to matmul, for an int8 W stored by input, (K,N), and nonnegative inputs (offset 0). With up to 16 rows, skips
 // weights whose inputs are zero in every row (by_input.c). K is a multiple of 8.
 void matmul_int8_by_input(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
-// matmul_sparse, to the bit, for a bfloat16 W stored by output, (N,K), of which it reads all. K is a multiple of 8.
+// Bit-identical to matmul_sparse, for a bfloat16 W stored by output, (N,K); reads all of W. K is a multiple of 8.
 void matmul_in_order(const struct product *p, int64_t begin, int64_t end);
 
-// Rounds numbers first to first + n - 1 of a row x (K) for a product of that kind: writes q and, as the product's x, `floats`.
-//     int8          n = K. levels: integer steps up to the row's largest magnitude; offset: zero point of q, 0 where x >= 0
+// Rounds numbers first to first + n - 1 of a row x (K) for a product of this kind. Writes q, and `floats`, the product's x.
+//     int8          n = K. levels: the integer of the row's largest magnitude; offset: zero point of q, 0 if x >= 0
 //     int4, GGUF's blocks   first: a multiple of BLOCK; q and floats are filled up to a multiple of BLOCK
-//     WX_BFLOAT16   into q where the CPU has bfloat16 dot products, otherwise into floats
+//     WX_BFLOAT16   writes q if the CPU has bfloat16 dot products, otherwise floats
 // K, first and n are multiples of 8.
 void prepare_input(enum kind kind, const float *x, int64_t K, int64_t first, int64_t n, int64_t levels, int64_t offset,
                    float *floats, uint8_t *q);
 
-// Largest of 8 lanes, at least 1e-30; NaN where any lane of `is_nan` is set, since max() drops a NaN.
+// Returns the largest of 8 lanes, at least 1e-30, or NaN if any lane of `is_nan` is set, because max() drops a NaN.
 INLINE float max_magnitude(floats largest, ints is_nan) {
     if (any(is_nan)) return __builtin_nanf("");
     float top = 1e-30f;
@@ -89,5 +89,5 @@ INLINE float max_magnitude(floats largest, ints is_nan) {
     return top;
 }
 
-// int4: the scales or shifts of a block's eight groups.
+// int4: returns the scales or shifts of a block's eight groups.
 INLINE floats load_groups(const void *p, int64_t block) { return load_as(BFLOAT16, p, block * 8); }

@@ -1,13 +1,13 @@
-// A tile is a few rows of W times up to MAX_ROWS rows of x, with its sums in registers. Its rows of W are far apart, so that each
-// advances through its own stretch of W; with adjacent rows, the hardware prefetcher would fetch rows that have already been read.
+// A tile is a few rows of W times up to MAX_ROWS rows of x, with its sums in registers. Its rows of W are far apart, each in a
+// stretch of its own; if they were adjacent, the hardware prefetcher would fetch rows that have already been read.
 
 #pragma once
 #include "products.h"
 
 enum {
-    PREFETCH_BYTES = 2048,               // prefetch distance along a row of W, where a tile reads whole rows
-    L1_BYTES = 1 << 15,                  // size of a tile's rows of x: they stay in L1 while rows of W are multiplied by them
-    L2_BYTES = 1 << 18,                  // size of the rows of W that stay in L2 while several tiles of x are multiplied by them
+    PREFETCH_BYTES = 2048,               // prefetch distance along a row of W, if a tile reads whole rows
+    L1_BYTES = 1 << 15,                  // size of a tile's rows of x, which stay in L1 while they are multiplied by rows of W
+    L2_BYTES = 1 << 18,                  // size of the rows of W that stay in L2 while they are multiplied by several tiles of x
     SAVED_TILES = 16,                    // number of tiles whose sums are saved between two pieces of K
 };
 
@@ -61,9 +61,9 @@ INLINE bytes load_bytes(const void *p, int64_t n) {
     return x;
 }
 
-// Dot products of unsigned x (0 to 128; to 255 with VNNI) and signed w: multiply_pairs sums two neighbouring products, which
-// fits into 16 bits; dot_add adds four to a 32-bit sum. dot_add_signed takes a signed x, -127 to 127. HAS_DOT: dot_add is an
-// instruction.
+// Dot products of unsigned x (0 to 128; to 255 with VNNI) and signed w: multiply_pairs returns sums of two neighbouring products,
+// which fit into 16 bits; dot_add adds four products to a 32-bit sum. dot_add_signed takes a signed x, -127 to 127. HAS_DOT:
+// dot_add is one instruction.
 #if defined __AVX512F__ || defined __AVXVNNI__
 #define HAS_VNNI
 #define HAS_DOT
@@ -134,7 +134,7 @@ INLINE wide_ints dot_add(wide_ints sums, bytes x, bytes w) {
 INLINE wide_ints dot_add_signed(wide_ints sums, bytes x, bytes w) { return dot_add(sums, x, w); }
 #endif
 
-// Every second block of `step` lanes of a, with those of b between them.
+// Alternates blocks of `step` lanes from a and from b: the even blocks of both, or the odd ones.
 INLINE wide_ints every(int step, int odd, wide_ints a, wide_ints b) {
 #ifdef __AVX512F__
     if (step == 1) return odd ? __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
@@ -155,7 +155,7 @@ INLINE wide_ints every(int step, int odd, wide_ints a, wide_ints b) {
 #endif
 }
 
-// GGUF's blocks: the lane of sub-block n among those of a block's sums. arrange_sub_blocks puts there 4 bytes of each.
+// GGUF's blocks: returns the lane of sub-block n in a block's sums; arrange_sub_blocks moves its bytes to this lane.
 INLINE int sub_block_lane(int n) {
     int in_128_bits = WIDE / 4, in_set = n % WIDE;
     return n / WIDE * WIDE + in_set % in_128_bits * 4 + in_set / in_128_bits;
@@ -165,14 +165,14 @@ INLINE int sub_block_lane(int n) {
 struct piece {
     int64_t ns[COLUMNS], first, k, end;
     int64_t ahead;                       // prefetch distance in bytes
-    void *sums;                          // on entry the tile's sums over the inputs before k, on return over those before `end`
+    void *sums;                          // the tile's sums over the inputs before k; on return, over those before `end`
 };
 
 INLINE void prefetch_ahead(const struct piece *piece, const void *p) { __builtin_prefetch((const char *)p + piece->ahead, 0, 3); }
 
 typedef wide tile_sums[MAX_ROWS + 1][COLUMNS];           // the last row holds int8's zero points
 
-// Loads the sums over the inputs before a piece. int8 passes its integers: vectors may alias, and their bits are only copied.
+// Loads the sums over the inputs before a piece. int8 passes vectors of integers: vectors may alias, and bits are only copied.
 INLINE void load_sums(const struct piece *piece, int rows, int columns, wide (*acc)[COLUMNS]) {
     UNROLL for (int i = 0; i < rows; i++)
         UNROLL for (int j = 0; j < columns; j++)
@@ -214,15 +214,15 @@ INLINE int64_t ratio_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Computes outputs begin <= n < end of all rows, tile by tile; the tiles have about the same number of rows. `tile` must be a
-// constant, to be inlined. w_bytes: size of BLOCK weights of a row. x_bytes: size of an input; 0: never divides K into pieces.
+// constant, so that it is inlined. w_bytes: size of BLOCK weights of a row. x_bytes: size of an input; 0: do not divide K.
 INLINE void matmul_range(const struct product *p, int64_t begin, int64_t end, tile_function *tile, int64_t w_bytes,
                          int64_t x_bytes) {
     int64_t K = p->K, row_bytes = ratio_up(K * w_bytes, BLOCK), blocks = ratio_up(K, BLOCK);
     int64_t row_tiles = ratio_up(p->R, MAX_ROWS), most_rows = row_tiles ? ratio_up(p->R, row_tiles) : 0;
     int64_t pieces = most_rows > 1 ? ratio_up(most_rows * blocks * BLOCK * x_bytes, L1_BYTES) : 1;
     int64_t piece_size = ratio_up(blocks, pieces > 1 ? pieces : 1) * BLOCK;
-    int64_t stretch = ratio_up(end - begin, COLUMNS) | 1;        // odd: a power of two would collide in the cache sets
-    int64_t together = stretch;                                  // steps of `stretch` that reuse a tile of x or its piece
+    int64_t stretch = ratio_up(end - begin, COLUMNS) | 1;        // odd, because powers of two collide in the cache sets
+    int64_t together = stretch;                                  // steps of `stretch` that reuse a tile of x or a piece of it
     tile_sums saved[SAVED_TILES];
     struct piece piece;
     if (row_tiles > 1) together = smaller(together, ratio_up(L2_BYTES, COLUMNS * row_bytes + 1));

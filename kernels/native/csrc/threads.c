@@ -111,7 +111,7 @@ void parallel_for(work_function *work, const void *call, int64_t n) {
     while (pool.started < n - 1 && !start_worker(pool.started + 1)) pool.started++;
     pool.work = work, pool.tasks = &tasks, pool.n = n;
     for (int64_t closed = CLOSED; !__atomic_compare_exchange_n(&pool.active, &closed, 0, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-         closed = CLOSED) cpu_relax();               // wait: a late worker is just leaving
+         closed = CLOSED) cpu_relax();               // wait until a late worker has left
     pthread_mutex_lock(&pool.lock);
     __atomic_fetch_add(&pool.jobs, 1, __ATOMIC_ACQ_REL);
     pthread_cond_broadcast(&pool.wake);

@@ -1,6 +1,6 @@
-// SIMD vectors of LANES numbers for all C kernels. LANES defaults to the floats in an x86-64 vector register; a source may define
-// it before including this header. Each source is compiled once per level (a set of instructions), and the level's name is appended
-// to its functions' names (kernels/native/build.py).
+// SIMD vectors of LANES numbers for all C kernels. LANES defaults to the number of floats in an x86-64 vector register; a source
+// may define it before including this header. Each source is compiled once per level (a set of instructions), and the level's name
+// is appended to its functions' names (kernels/native/build.py).
 //
 // Vectors are clang's vector extensions: + - * / < and ?: work lane by lane, and a scalar operand is broadcast. The compiler does
 // not contract a * b + c (-ffp-contract=off): write fma(a, b, c) for a single rounding.
@@ -112,7 +112,7 @@ INLINE float hsum(floats x) {
     return hsum4(eight.lo + eight.hi);
 }
 
-// x 2^n for an integer n, given as a float: 0 for n < -126; n > 127 is clamped to 127; 0 or NaN if n is NaN.
+// Returns x 2^n for an integer n, passed as a float: 0 for n < -126; n > 127 is clamped to 127; 0 or NaN if n is NaN.
 INLINE floats scalef(floats x, floats n) {
 #if defined __AVX512F__ && LANES == 16
     return _mm512_scalef_ps(x, n);       // also handles n out of range
@@ -173,7 +173,7 @@ INLINE void store_partial(enum dtype dtype, void *p, int64_t i, int64_t n, float
 
 // Software prefetch, for strides that the hardware prefetcher does not detect.
 INLINE void prefetch(enum dtype dtype, const void *p, int64_t i) {
-    __builtin_prefetch((const char *)p + i * dtype_size(dtype), 0, 2);      // into L2; L1 was slower in measurements
+    __builtin_prefetch((const char *)p + i * dtype_size(dtype), 0, 2);      // into L2; prefetching into L1 was slower
 }
 
 // e^x for -80 <= x <= 0, within 2 ulp

@@ -5,7 +5,7 @@
 // one by one, those in between as float4. All tensors start at multiples of 16 bytes, so a row has the same alignment in each.
 //
 // The maximum starts at -FLT_MAX instead of -inf, so that -inf contributes e^-inf = 0. Only a row that consists of -inf has a sum
-// of 0, and becomes 0/0. A NaN or +inf makes the sum NaN, and so the row.
+// of 0, and becomes 0/0. A NaN or +inf makes the sum, and so the row, NaN.
 
 constexpr float LOWEST = -3.402823466e38f;
 

@@ -1,5 +1,5 @@
-// Instructions that CUDA C++ has no name for: tensor cores, and asynchronous copies to shared memory.
-// A test that runs the kernels on a CPU replaces this file by one in plain C++.
+// PTX instructions for tensor cores and for asynchronous copies to shared memory.
+// Tests that run the kernels on a CPU replace this file with one in plain C++.
 #pragma once
 
 // d = a b + c by one warp, a (16,8) and b (8,8) in tf32, c and d (16,8) in float32. With g = lane / 4 and q = lane % 4

@@ -2,7 +2,7 @@
 //
 // All three products have the same formula, total += window[i + j] * x[j], with i in a tile of outputs and j in STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile
-//     grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
+//     grad_k    the same with time reversed: step t of grad_out and of grad_k is column T - 1 - t
 //     grad_w    window of k, x = grad_out    i counts the columns of w
 // Elements outside a row are staged as zero.
 

@@ -2,7 +2,7 @@
 //
 // All three products have the same formula, total[i] += window[i + j] * x[j], with i in a tile of outputs and j in STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile
-//     grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
+//     grad_k    the same with time reversed: step t of grad_out and of grad_k is column T - 1 - t
 //     grad_w    window of k, x = grad_out    i counts the columns of w
 // Elements outside a row are staged as zero. T and all offsets are multiples of T_GROUP.
 
@@ -67,7 +67,7 @@ static __device__ void convolve(const float* __restrict__ w, const float* __rest
     const int tile = blockDim.x * T_GROUP, tiles = (T + tile - 1) / tile;
     const int t_0 = (tiles - 1 - blockIdx.x % tiles) * tile;                 // the longest sums first
     const long long row = (long long)(blockIdx.x / tiles) * T, c = blockIdx.x / tiles % C;
-    const int i = threadIdx.x * T_GROUP, t = t_0 + tile - T_GROUP - i;       // this thread's outputs are t .. t + T_GROUP
+    const int i = threadIdx.x * T_GROUP, t = t_0 + tile - T_GROUP - i;       // this thread's outputs: t to t + T_GROUP - 1
     float total[T_GROUP] = {};
     for (int u_0 = 0; u_0 < min(T, t_0 + tile); u_0 += STEP) {
         const int end = (t < T ? t + T_GROUP : 0) - u_0;                     // steps that contribute to this thread's outputs

@@ -2,7 +2,7 @@
 //
 // All three products have the same formula, total[i] += window[i + j] * x[j], with i in a tile of outputs and j in STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile
-//     grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
+//     grad_k    the same with time reversed: step t of grad_out and of grad_k is column T - 1 - t
 //     grad_w    window of k, x = grad_out    i counts the columns of w
 // Elements outside a row or after the last batch are staged as zero. T and all offsets are multiples of T_GROUP.
 //
@@ -12,7 +12,7 @@
 
 struct alignas(16) Four { float of[4]; };
 
-constexpr int STRIDE = STEP + 4;         // padding of rows in shared memory: eight rows fall into different banks
+constexpr int STRIDE = STEP + 4;         // rows in shared memory are padded, so that eight rows fall into different banks
 
 static __device__ float* shared_memory() {
     extern __shared__ __align__(16) float shared[];
@@ -29,14 +29,14 @@ static __device__ Four read_backwards(const float* row, int column, int T) {
     return {x.of[3], x.of[2], x.of[1], x.of[0]};
 }
 
-// to[j] = row[column + j] for 0 <= j < n; called by `threads` threads, of which this is number `thread`
+// to[j] = row[column + j] for 0 <= j < n, copied by `threads` threads, of which this is number `thread`
 template <bool BACKWARDS>
 static __device__ void stage(float* to, int n, const float* row, int column, int T, int thread, int threads) {
     for (int j = 4 * thread; j < n; j += 4 * threads)
         *reinterpret_cast<Four*>(to + j) = BACKWARDS ? read_backwards(row, column + j, T) : read(row, column + j, T);
 }
 
-// The same for `rows` batches, starting at b_0, with one warp per row
+// Stages the rows of `rows` batches from b_0 on, one warp per row
 template <bool BACKWARDS>
 static __device__ void stage_rows(float* to, int stride, int n, const float* x, int column, int rows, int b_0, int B, int C, int T) {
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
@@ -101,7 +101,7 @@ static __device__ void convolve(const float* __restrict__ w, const float* __rest
     const int tile = blockDim.y * T_GROUP, tiles = (T + tile - 1) / tile, rows = blockDim.x * B_GROUP;
     const int t_0 = (tiles - 1 - blockIdx.x % tiles) * tile;                 // the longest sums first
     const int c = blockIdx.x / tiles % C, b_0 = blockIdx.x / tiles / C * rows;
-    const int i = threadIdx.y * T_GROUP, t = t_0 + tile - T_GROUP - i;       // this thread's outputs are t .. t + T_GROUP
+    const int i = threadIdx.y * T_GROUP, t = t_0 + tile - T_GROUP - i;       // this thread's outputs: t to t + T_GROUP - 1
     float *window = shared, *ks = shared + tile + STEP, total[B_GROUP][T_GROUP] = {};
     for (int u_0 = 0; u_0 < min(T, t_0 + tile); u_0 += STEP) {
         const int end = (t < T ? t + T_GROUP : 0) - u_0;                     // steps that contribute to this thread's outputs
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) grad_w(
         }
     }
 #pragma unroll
-    for (int d = 0; d < T_GROUP; ++d)                                        // over the batches, in a fixed order
+    for (int d = 0; d < T_GROUP; ++d)                                        // sums over the batches, in a fixed order
         for (int lanes = blockDim.x / 2; lanes; lanes /= 2) total[0][d] += __shfl_xor_sync(~0u, total[0][d], lanes);
     if (threadIdx.x == 0 && i_0 + i < T) store<false>(grad_w + row + i_0 + i, total[0], 0);
 }

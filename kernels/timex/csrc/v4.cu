@@ -1,7 +1,7 @@
 // Version 4: tensor cores. A float32 product is the sum of three tf32 products of its operands' high and low parts.
 //
 //     forward   out[t] = eps + sum_u W[t - u] k[u]      a Toeplitz matrix, the same for all b, times the columns k[b]
-//   grad_k    grad_k[t] = sum_u W[u - t] grad_out[u]   the same, with the matrix transposed
+//     grad_k    grad_k[t] = sum_u W[u - t] grad_out[u]  the same, with the matrix transposed
 //     grad_w    grad_W[n] = sum_b sum_t grad_out[t] k[t - n]: the products of 64 steps t and 64 steps u, summed along diagonals
 // W[n] = w[T - 1 - n], 0 for n < 0. x is k or grad_out. A block computes N_TILES * 8 batches.
 //
@@ -69,7 +69,7 @@ static __device__ __forceinline__ void fetch_quarter(float* to, const float* row
         copy_async<16>(&to[step], u + step < end ? row + u + step : row, u + step < end);
 }
 
-// Starts the copies of the weights for all lags between columns from u on and rows from t on
+// Starts the copies of the weights for the lags between the CHUNK columns from u on and the BLOCK rows from t on
 template <bool TRANSPOSED>
 static __device__ __forceinline__ void fetch_lags(float* lags, const float* w_row, int t, int u, int T) {
 #pragma unroll 1

@@ -25,7 +25,7 @@ struct Scales { float state, input; int P; };   // factors of the previous state
 struct Gradient { float a, b; };
 struct Sum { Gradient own; float through; };    // a segment's own gradient, and the factor of the gradient after it
 
-// Comparisons, which propagate NaN; 0 x turns infinity into NaN
+// Clamps x. Comparisons propagate NaN, unlike fminf; 0 x turns infinity into NaN
 static __device__ __forceinline__ float within_limit(float x) {
     return x > LIMIT ? LIMIT + 0.0f * x : x < -LIMIT ? -LIMIT : x;
 }
@@ -33,7 +33,7 @@ static __device__ __forceinline__ float within_limit(float x) {
 // 2^n for n in [-126, 127]; 0 for n = -127
 static __device__ __forceinline__ float pow2(int n) { return __int_as_float((n + 127) << 23); }
 
-// e^x with m in [1, 2): x - n log 2 is exact, since the high part of log 2 is short; the polynomial's error is 2e-9
+// e^x with m in [1, 2): x - n log 2 is exact, because the high part of log 2 has few bits; the polynomial's error is 2e-9
 static __device__ __forceinline__ Power exponential(float x) {
     x = within_limit(x);
     const int n = __float2int_rd(x * float(LOG2_E));
@@ -46,7 +46,7 @@ static __device__ __forceinline__ Power exponential(float x) {
     return {fmaf(m, r, 1.0000000018154944f), n};
 }
 
-// e^x with m in [0.7, 1.4], for bases of high powers
+// e^x with m in [0.7, 1.4], so that high powers of m stay in range
 static __device__ Power exponential(double x) {
     const double power = x * LOG2_E, n = rint(fmax(power, LOST));
     return {float(exp2(power - n)), int(n)};
@@ -75,7 +75,7 @@ static __device__ __forceinline__ int exponent(float x) {
     return min(max(((__float_as_int(x) >> 23) & 255) - 127, -126), 126);
 }
 
-// The same state, rescaled so that b is in [1, 2)
+// The state, rescaled so that b is in [1, 2)
 static __device__ __forceinline__ State normal(State s) {
     const int n = exponent(s.b);
     return {pow2(-n) * s.a, pow2(-n) * s.b, s.P + n};

@@ -6,9 +6,9 @@
 //
 // P is the larger of the exponents of the decayed state and of e^k, so no spread of k loses precision. (e^(u+k) relative to the
 // state is clamped to 2^64.) The mantissa of e^w, within [0.7, 1.4], makes b drift away from 2^P. After each chunk the
-// accumulated power moves into P; it is computed from w alone, so backward finds the same P, to the bit. Exponents are float32,
-// exact up to 2^24; |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction, and a state that decays
-// by more vanishes anyway. NaN stays NaN, in its channel; infinity becomes NaN.
+// accumulated power moves into P; it depends on w alone, so backward computes exactly the same P. Exponents are float32, exact up
+// to 2^24; |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction; a state that decays by more than
+// that vanishes anyway. NaN stays NaN, in its channel; infinity becomes NaN.
 //
 // gx denotes the gradient of x. Backward saves the state before each chunk; then, from the last chunk to the first, it recomputes
 // the chunk and propagates gradients through it:

@@ -2,7 +2,7 @@
 // Each sum is four independent chains of additions, and the two run concurrently, not in sequence as in version 1. Meanwhile the
 // next step's vectors are loaded from global memory into the second of two buffers, so a step needs only one barrier.
 //
-// Backward is that of version 1, changed in the same way. Iteration t moves G from step t to step t - 1: by rows, with the sums of
+// Backward is that of version 1 with the same changes. Iteration t moves G from step t to step t - 1: by rows, with the sums of
 // step t - 1, and by columns, with the sums of step t, for which it needs gsa from iteration t + 1. So a buffer contains w and a of
 // step t, but r, k and b of step t - 1. After the last step w = 1 and a = 0; iteration 0 has no rows. As in version 1, the chunk's
 // states are in `history`. With bfloat16, backward spills 48 bytes on sm_80. Macros: N, CHUNK, BFLOAT16.

@@ -28,7 +28,7 @@ template <class T> struct Step { T decay, x, xs, u, us, p, q; };
 
 static __device__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
 
-// Stores element n of each operand from thread n; threads n >= N have none
+// Stores element n of each operand, from thread n < N
 static __device__ void put(Step<Vector>& to, const Step<float>& from) {
     const int n = threadIdx.x;
     if (n >= N) return;
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(
     G.write(grad_state_before + matrix(head, N));
 }
 
-// The vectors along the value axis of a step that backward_keys needs
+// A step's vectors along the value axis, as backward_keys needs them
 struct Values { Vector sa, v, gy, gsa_next; };
 
 // A block processes one chunk of a head after another. Rows of M are columns of the state. count: the number of chunks of all

@@ -183,7 +183,7 @@ INLINE void forward_strip(enum dtype dtype, const struct head *head, int64_t lan
 
 INLINE void forward(enum dtype dtype, const struct head *head, const float *state, float *after) {
     int64_t N = head->N;
-    float *a = head->columns, *sa = head->gsa;           // of one step
+    float *a = head->columns, *sa = head->gsa;           // buffers for a and sa of one step
     for (int64_t j = 0; j < N; j += LANES) store(a + j, load_as(dtype, head->call->a, head->first + j));
     for (int64_t lane = 0; lane < N; lane += LANES) {
         transpose(head->matrix + lane * N, LANES, state + lane * N, N, LANES, N);
@@ -215,7 +215,7 @@ INLINE void row_strip(enum dtype dtype, const struct head *head, int64_t lane, i
     }
 }
 
-// The saved G after the chunk that starts at step t_0, in strips with lanes along j.
+// Returns the saved G after the chunk that starts at step t_0, in strips with lanes along j.
 INLINE float *saved_G(const struct head *head, int64_t t_0) { return head->saved + t_0 / CHUNK * head->N * head->N; }
 
 // Copies the matrix from strips with lanes along i to strips with lanes along j.
@@ -239,7 +239,7 @@ INLINE void row_pass(enum dtype dtype, const struct head *head, const float *gaf
         save_G(head, saved_G(head, t_0));
         for (int64_t lane = 0; lane < N; lane += LANES) row_strip(dtype, head, lane, t_0, steps);
     }
-    float *a = head->columns;                            // of the first step
+    float *a = head->columns;                            // a buffer for a of the first step
     for (int64_t j = 0; j < N; j += LANES) store(a + j, load_as(dtype, head->call->a, head->first + j));
     for (int64_t lane = 0; lane < N; lane += LANES) {
         float *strip = head->matrix + lane * N;
@@ -322,7 +322,7 @@ INLINE struct head make_head(const struct call *call, int64_t task, int64_t thre
     head.columns = head.matrix + N * N;
     head.rows = head.columns + CHUNK * COLUMNS * N;
     head.gsa = head.rows + CHUNK * ROWS * N;             // forward: sa of one step
-    head.G = head.gsa + (call->T + 1) * N;               // from here on backward only
+    head.G = head.gsa + (call->T + 1) * N;               // this and the rest: backward only
     head.history = head.G + N * LANES;
     head.saved = head.history + CHUNK * N * LANES;
     return head;

@@ -11,7 +11,7 @@ enum {
     TILE_CHANNELS = 128,     // channels per tile in loops over channels
     PIECE = 4 * BLOCK,       // inputs prepared (quantized or rounded) per tile
     TILES_PER_THREAD = 8,    // tiles of a product per thread; with fewer, threads idle while one finishes the last tile
-    WIDE_TILES_PER_THREAD = 2,           // likewise for sparse products by input, for which wide tiles are faster
+    WIDE_TILES_PER_THREAD = 2,           // the same for sparse products by input, for which wide tiles are faster
     MAX_JOBS = 7,            // largest number of products in a phase
 };
 
@@ -79,18 +79,18 @@ INLINE int ends_sequence(const struct step *s, int64_t row) { return row + 1 == 
 
 INLINE int has_logits(const struct step *s, int64_t row) { return s->call->all_logits || ends_sequence(s, row); }
 
-// The number of earlier rows that have logits.
+// Returns the index of a row's logits: the number of earlier rows that have logits.
 INLINE int64_t logits_index(const struct step *s, int64_t row) {
     int64_t n = 0;
     for (int64_t r = 0; r < row; r++) n += has_logits(s, r);
     return n;
 }
 
-// Runs its body for each row of the sequence that starts at row `first`; does nothing if no sequence starts there.
+// Runs the body for each row of the sequence that starts at row `first`; does nothing if no sequence starts there.
 #define FOR_EACH_TOKEN(row, s, first) \
     for (int64_t row = first, more = starts_sequence(s, row); more; more = !ends_sequence(s, row), row++)
 
-// The `size` floats at `offset` of a row's new state, initialized with the source state. size: a multiple of 8.
+// Returns `size` floats at `offset` of a row's new state, initialized from the source state. size: a multiple of 8.
 INLINE float *row_state(const struct step *s, int64_t row, int64_t offset, int64_t size) {
     int64_t source = s->call->sources[row], slot = s->call->slots[row];
     float *after = s->call->states + slot * s->common->state_size + offset;
@@ -174,7 +174,7 @@ INLINE int rounds_x(const struct job *job) {
     return m->kind == W_INT8 || (rounds_input((enum kind)m->kind) && m->order == DENSE_BY_OUTPUT);
 }
 
-// The prepared input of job i in a row's workspace.
+// Returns the prepared input of job i in a row's workspace.
 INLINE float *prepared_floats(const struct step *s, int64_t row, int i) {
     return row_work(s, row) + s->common->floats + i * s->common->widest;
 }

@@ -67,7 +67,7 @@ INLINE struct gradients sum_mixes(enum dtype mix_dtype, int64_t n, const struct 
     return call->to_previous ? (struct gradients){sum - to, to} : (struct gradients){to, sum - to};
 }
 
-// Backward of a row. It stores gx of the previous row, whose own part has been kept in `pending` (C), and its own part there.
+// Backward of a row. Completes and stores gx of the previous row, whose own part is in `pending` (C), and puts this row's there.
 INLINE void backward_row(enum dtype dtype, enum dtype mix_dtype, int64_t n, const struct call *call, int64_t row, int64_t t,
                          int64_t is_first, int64_t c, int64_t lanes, float *gmu, float *pending) {
     int64_t C = call->C;

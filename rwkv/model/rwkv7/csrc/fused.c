@@ -152,7 +152,7 @@ INLINE void gates_backward(enum dtype dtype, const struct gates_call *call, int6
     }
 }
 
-// A head's mean of y, 1 / sqrt(variance + EPS), and bonus.
+// A head's mean of y, 1 / sqrt(variance + EPS), and the bonus.
 struct head { float mean, inverse, bonus; };
 
 INLINE struct head load_head(enum dtype dtype, const struct output_call *call, int64_t i, int64_t c) {
