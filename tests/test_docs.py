@@ -114,7 +114,7 @@ def _check_python(words: list[str]) -> None:
         cli.compose(line, schema, name)
 
 
-def test_the_readme_s_speeds_are_those_of_the_result_file() -> None:
+def test_the_readme_s_speeds_equal_those_in_the_result_file() -> None:
     rows = json.loads((ROOT / "benchmarks" / "results" / "generation-rwkv7-cpu.json").read_text())["rows"]
     formats = {"float32": ["F32"], "bfloat16": ["BF16", "F16"], "int8": ["Q8_0"], "int4": ["Q4_K_M", "Q4_0"]}
 
@@ -150,7 +150,7 @@ def test_the_readme_s_kernel_computes_the_operator(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs.float())
 
 
-def test_the_dockerfile_copies_what_is_there_and_serves() -> None:
+def test_the_dockerfile_copies_existing_files_and_serves() -> None:
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.split(maxsplit=1) for line in text.split("\n") if line and not line.startswith("#")]
     assert lines[0][0] == "FROM"

@@ -25,7 +25,7 @@ def test_every_folder_of_the_product_is_a_package() -> None:
     assert set(packages) == {folder.replace("/", ".") for folder in folders} | {"rwkv.configs"}
 
 
-def test_a_command_is_a_program_and_not_a_part_of_one() -> None:
+def test_only_programs_are_commands() -> None:
     assert set(COMMANDS) == {"bench", "chat", "completion", "convert", "doctor", "evaluate", "generate", "kernels", "list",
                              "lm_eval", "pull", "report", "serve", "smoke", "train"}
 
@@ -43,7 +43,7 @@ def test_the_command_lists_the_programs(arguments: tuple[str, ...], status: int)
 @pytest.mark.parametrize(("command", "module"), [
     ("train", "rwkv.programs.train"), ("evaluate", "rwkv.tools.evaluate"), ("convert", "rwkv.tools.convert"),
     pytest.param("bench", "kernels.bench", marks=pytest.mark.soak)])     # imports torch
-def test_a_help_names_the_program_as_it_was_typed(command: str, module: str) -> None:
+def test_help_names_the_program_as_typed(command: str, module: str) -> None:
     def help_of(*words: str) -> str:
         result = subprocess.run([sys.executable, "-m", *words, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
         return result.stdout
@@ -89,7 +89,7 @@ def run(timemix: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
 
 
 @pytest.mark.soak
-def test_the_wheel_holds_configurations_and_no_top_level_programs(wheel: Path) -> None:
+def test_the_wheel_contains_configurations_and_no_top_level_programs(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     configs = {f"rwkv/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.yaml")}
     assert configs | {"rwkv/py.typed", "kernels/py.typed", "kernels/wkv4/csrc/scan.cu"} <= names
@@ -98,7 +98,7 @@ def test_the_wheel_holds_configurations_and_no_top_level_programs(wheel: Path) -
 
 @pytest.mark.soak
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_a_help(timemix: Path, tmp_path: Path, command: str) -> None:
+def test_every_command_has_help(timemix: Path, tmp_path: Path, command: str) -> None:
     if command == "lm_eval" and importlib.util.find_spec("lm_eval") is None:
         pytest.skip("the library `lm_eval` is missing: pip install -e '.[lm-eval]'")
     result = run(timemix, tmp_path, command, "--help")

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *kernel.marks, *[pytest.mark.thorough] * (name != "usual"),
         *[pytest.mark.soak] * (name != "usual" and kernel.values[0] not in KERNELS)])
     for kernel in compiled_in_soak(kernels()) for name in CASES])
-def test_logits_state_and_continuation_are_those_of_float64(kernel: str, name: str, folder: Path) -> None:
+def test_logits_state_and_continuation_equal_those_of_float64(kernel: str, name: str, folder: Path) -> None:
     """The tokens are read in one call, in chunks, and one by one."""
     actual, expected = ours(CASES[name], folder / f"{name}.pth", kernel), exact(CASES[name])
     assert logits_apart(actual, expected) <= TO_FLOAT64
@@ -75,7 +75,7 @@ def logits(weights: dict[str, ndarray]) -> ndarray:
     return NumpyRWKV4(weights)(random_tokens(SMALL))[0]
 
 
-def test_a_tensor_that_is_off_by_a_thousandth_shows() -> None:
+def test_a_tensor_off_by_a_thousandth_is_noticed() -> None:
     weights = random_weights(SMALL)
     expected, random = logits(weights), np.random.default_rng(2)
     for name in cases.sizes(SMALL):
@@ -86,7 +86,7 @@ def test_a_tensor_that_is_off_by_a_thousandth_shows() -> None:
 SMALL_7 = cases.Case7(L=2, H=2, N=16, ranks=(5, 4, 3, 6), V=30, T=12, chunks=())
 
 
-def test_a_kind_of_tensor_with_channels_off_by_a_hundredth_shows() -> None:
+def test_a_kind_of_tensor_with_channels_off_by_a_hundredth_is_noticed() -> None:
     weights = random_weights(SMALL_7)
     assert not any(bool(((weight == 0) | (weight == 1)).any()) for weight in weights.values())
     expected = NumpyRWKV7(weights)(random_tokens(SMALL_7))[0]
@@ -124,7 +124,7 @@ def test_a_broken_bound_or_a_control_that_is_not_broken_fails() -> None:
     assert not passed({"kernels": [good], "files": [good], "control": [bad, good]})
 
 
-def test_the_worst_of_several_rows_is_one_out_of_bounds() -> None:
+def test_the_worst_row_is_out_of_bounds_if_any_row_is() -> None:
     rows = [Row((), {"float64": Cell(value, 1e-5)}) for value in (1e-6, float("nan"), 1e-7)]
     assert not worst(("the worst",), rows).ok
     assert worst(("the worst",), rows[::2]).cells["float64"].value == 1e-6
@@ -149,7 +149,7 @@ def test_a_row_of_the_table_of_files_is_out_of_its_bounds_if_a_weight_differs(tm
 # Training compared with the author's code, whose compiled operators are replaced
 
 
-def test_the_operators_in_the_authors_code_are_the_references() -> None:
+def test_the_operators_in_the_authors_code_equal_the_references() -> None:
     """Results and gradients are compared in float64. The author's RWKV-7 operator takes the decay before the sigmoid."""
     torch.manual_seed(0)
     B, T, C = 2, 5, 2 * author.N
@@ -164,7 +164,7 @@ def test_the_operators_in_the_authors_code_are_the_references() -> None:
         torch.testing.assert_close(*(torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (actual, expected)))
 
 
-def test_differences_between_training_runs_show() -> None:
+def test_differences_between_training_runs_are_noticed() -> None:
     expected = {"gradient: a": np.ones(3), "rate: a": np.ones(2), "rate: unused": np.ones(2)}
     assert training.apart({"rate: a": np.full(2, 1.5)}, expected, "rate: ") == 0.5
     assert training.apart({"rate: a": np.ones(2)}, expected, "rate: ") == 0

@@ -145,7 +145,7 @@ def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_a_folder_called_like_the_home_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+def test_a_folder_named_like_the_home_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
     """Path("./~/x") equals Path("~/x")."""
     monkeypatch.setenv("USERPROFILE" if sys.platform == "win32" else "HOME", str(tmp_path))
     (tmp_path / "here" / "~").mkdir(parents=True)

@@ -18,7 +18,7 @@ def command(program: str) -> list[str]:
 
 
 @pytest.mark.parametrize("program", [AT_ONCE, AFTER_ONE_TURN, BEFORE_IT_READS])
-def test_a_crash_of_another_program_costs_only_its_own_rows(program: str) -> None:
+def test_a_crash_of_another_program_loses_only_its_rows(program: str) -> None:
     commands = {("timemix", "int8"): command(ANSWERS), ("llama.cpp", "Q8_0"): command(program),
                 ("rwkv.cpp", "Q8_0"): command(ANSWERS)}
     rows, errors = generation.compare(commands)

@@ -101,7 +101,7 @@ def test_kernels_of_auto_come_first_and_torch_compile_does_not_run(monkeypatch: 
     assert not any(name.startswith("torch_compile") for name in kernels)
 
 
-def test_several_calls_add_up(tmp_path: Path) -> None:
+def test_several_calls_append_to_one_file(tmp_path: Path) -> None:
     rows = Rows(tmp_path)
     rows.add(part="train", status="stopped after 9 s")
     assert gpu_check.report(rows) == 1
@@ -127,7 +127,7 @@ def test_every_part_is_defined_and_documented() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_options_of_the_programs_that_it_calls_exist(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_options_passed_to_the_programs_exist(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without this test, an invalid call of a program would first be noticed on a GPU."""
     commands: list[tuple[str, ...]] = []
 

@@ -9,13 +9,13 @@ from benchmarks.training import metrics
 from rwkv.errors import UserError
 
 
-def test_octaves_hold_every_position_once() -> None:
+def test_octaves_cover_every_position_once() -> None:
     assert positions.by_octave([5.0, 4.0, 3.0, 1.0, 2.0]) == {"0": 5, "1": 4, "2-3": 2, "4": 2}
     assert positions.by_octave([1.0]) == {"0": 1}
 
 
 @pytest.mark.soak
-def test_a_run_is_trained_once_and_its_losses_are_those_of_its_validation(tmp_path: Path) -> None:
+def test_a_run_is_trained_once_and_its_losses_equal_those_of_its_validation(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number} is {number * number}\n" for number in range(600)))
     options = ["data=text", f"data.path={text}", "data.tokenizer=byte", f"data.cache_dir={tmp_path}", "model.n_layer=1"]

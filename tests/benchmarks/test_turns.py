@@ -29,7 +29,7 @@ def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
 
 
 @pytest.mark.thorough
-def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
+def test_the_two_programs_never_run_at_the_same_time(tmp_path: Path) -> None:
     output = _turns.run_alternately(clock(100, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path,
                                     SECONDS)
     main, other = ([float(time) for time in text.split()] for text in ((tmp_path / "main").read_text(), output))
@@ -40,7 +40,7 @@ def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.thorough), "SIGKILL"])
-def test_neither_survives_the_benchmark(name: str, tmp_path: Path) -> None:
+def test_no_process_survives_the_benchmark(name: str, tmp_path: Path) -> None:
     """One of the two processes runs, the other is suspended; each holds a lock as long as it is alive."""
     code = ("from benchmarks import _turns\n"
             f"_turns.run_alternately({HOLD_LOCK}, {str(tmp_path)!r}, {HOLD_LOCK}, {str(tmp_path)!r}, {SECONDS})")
@@ -80,7 +80,7 @@ def test_an_empty_or_binary_text_is_reported_in_one_sentence(content: bytes, tmp
         _main.read_text(tmp_path / "text")
 
 
-def test_the_page_holds_the_committed_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_page_contains_the_committed_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """docs/benchmarks.md equals the output of python -m benchmarks.tables."""
     page = tmp_path / "benchmarks.md"
     page.write_bytes(tables.PAGE.read_bytes())

@@ -29,7 +29,7 @@ def call_of(name: str, arguments: Any) -> dict[str, Any]:
 # Rendering
 
 
-def test_tools_calls_and_results_have_the_author_s_form() -> None:
+def test_tools_calls_and_results_have_the_author_s_format() -> None:
     """The form is that of RWKV7-G1x-templates.txt.
 
     Tools, one per line, end the system prompt. A call is fenced, and its result is a user's turn.
@@ -82,7 +82,7 @@ def test_a_tool_is_a_line_with_its_arguments(parameters: Any, shown: str) -> Non
 
 @pytest.mark.parametrize("tool", [{}, {"type": "function"}, {"function": "f"}, {"name": 3}, {"name": "f", "parameters": [1]}],
                          ids=str)
-def test_a_tool_that_is_no_function_is_named(tool: Any) -> None:
+def test_a_tool_that_is_not_a_function_is_named(tool: Any) -> None:
     with pytest.raises(UserError, match=r"tools\[1\]"):
         chat_template("g1").render([QUESTION], tools=[WEATHER, tool])
 
@@ -183,7 +183,7 @@ def test_several_calls_in_a_row(written: str) -> None:
     '{"name": "weather", "arguments": {"city": "Osl', '<tool_call>{"name": "weather", "argu', "```json\n{\"name\": \"wea",
     f'{{"result": {OSLO}}}', f'["x", {OSLO}]', f"```python\ncall = {OSLO}\n```", '```json\n{"a": 1}\n```',
     f'```json\n{{"calls": {OSLO}}}\n{OSLO}\n```', f"`{OSLO}`", f"<think>Do I say {OSLO} now?"])
-def test_a_text_that_is_no_call_stays_a_text(written: str) -> None:
+def test_text_that_is_not_a_call_stays_text(written: str) -> None:
     assert parse([written]) == (written, [])
     assert parse([*written, ""]) == (written, [])
 
@@ -191,7 +191,7 @@ def test_a_text_that_is_no_call_stays_a_text(written: str) -> None:
 @pytest.mark.parametrize("arguments", [
     '{"a": [{"b": {"c": [1, [2]]}}, null]}', '{"ü": "☔ \\u2614", "\\u00fc": ""}', '{"n": 1e3, "m": 1.50,  "n": -0}', "{ }",
     '{"code": "```json\\n}\\n``` </tool_call> {[\\"\\\\"}', '{"half": "\\ud83d"}'])
-def test_arguments_are_as_they_were_written(arguments: str) -> None:
+def test_arguments_stay_verbatim(arguments: str) -> None:
     for written in (f'{{"name": "weather", "arguments": {arguments}}}',
                     f'```json\n{{"arguments":{arguments},"name":"weather"}}\n```'):
         assert parse([*written, ""]) == parse([written]) == ("", [("weather", arguments)])
@@ -224,7 +224,7 @@ def test_a_call_that_begins_in_the_prompt_is_parsed(rest: str, expected: Answer)
     assert parser.decided == len(rest)
 
 
-def test_text_is_not_held_back_once_it_is_no_call() -> None:
+def test_text_is_not_held_back_once_it_cannot_be_a_call() -> None:
     for written in ("So ", '{"users": [1, ', '{"name": "rm', "```python\nx = {", "```json\n[1", "[link", "<b",
                     '<tool_call>x {"a": "'):
         assert CallParser(FUNCTIONS).push(f"{written}b")[0] == f"{written}b"
@@ -239,7 +239,7 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=14).map("".joi
 
 @settings(max_examples=150, deadline=None)
 @given(TEXTS, st.data(), st.sampled_from([None, 1, 2]))
-def test_an_answer_is_parsed_alike_however_it_is_cut(written: str, data: st.DataObject, most: int | None) -> None:
+def test_an_answer_is_parsed_the_same_however_it_is_split(written: str, data: st.DataObject, most: int | None) -> None:
     places = data.draw(st.lists(st.integers(0, len(written)), max_size=8).map(sorted))
     pieces = [written[begin:end] for begin, end in pairwise([0, *places, len(written)])]
     whole = parse([written], most=most)

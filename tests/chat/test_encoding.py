@@ -60,7 +60,7 @@ def test_special_tokens_of_every_kind(kind: str) -> None:
     assert (ids.count(tokenizer.end_of_text), ids[-1]) == (2, tokenizer.end_of_text)
 
 
-def test_parts_are_the_whole_in_pieces() -> None:
+def test_the_parts_join_to_the_whole_text() -> None:
     messages = [{"role": "user", "content": "a <|im_end|>"}, {"role": "assistant", "content": "b <|im_start|>"},
                 {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
     parts = for_tokenizer(CHATML, TOKENIZER).parts(messages)
@@ -80,7 +80,7 @@ JOINED = JinjaTemplate("{% for m in messages %}{{ m.content + (eos_token if m.ro
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if JsonTokenizer(KINDS[kind]).adds_space])
 @given(st.lists(st.text([*LETTERS, " "], min_size=1, max_size=5), min_size=2, max_size=4))
 @settings(max_examples=25)
-def test_parts_get_no_space_of_their_own(kind: str, template: ChatTemplate, texts: list[str]) -> None:
+def test_parts_get_no_additional_space(kind: str, template: ChatTemplate, texts: list[str]) -> None:
     """If a tokenizer adds a space before a text, the parts have the same ids as the whole text, except fused unknown tokens."""
     tokenizer = JsonTokenizer(KINDS[kind])
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]

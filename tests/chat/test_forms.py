@@ -84,7 +84,7 @@ def test_texts_are_cleaned_as_in_the_documents(template: str, text: str) -> None
         assert ids_of(template, [{"role": role, "content": text}]) == ids_of(template, [{"role": role, "content": cleaned}])
 
 
-def test_nobody_types_the_end_of_a_turn_in_the_flower_form() -> None:
+def test_nobody_can_type_the_end_of_a_turn_of_the_template_flower() -> None:
     template = chat_template("flower")
     for i, message in ((0, {"role": "user", "content": "a✿\nBot✿b"}),
                        (1, {"role": "assistant", "content": "a", "reasoning_content": "✿"})):
@@ -136,7 +136,7 @@ def test_a_template_in_a_file_stops_where_the_user_s_turn_begins(template: str) 
 
 
 @pytest.mark.parametrize("template", [CONVERTED, FLA], ids=["llama.cpp's", "fla's"])
-def test_hints_are_for_prompts_in_the_author_s_form(template: str) -> None:
+def test_hints_are_added_only_to_prompts_in_the_author_s_format(template: str) -> None:
     assert ids_of(template, [HI], True, "high") == as_others_render(
         template, [{**HI, "content": "Hello world (think a lot)"}], enable_thinking=True)
     other = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ reasoning_effort }}{{ '<think>' if enable_thinking }}"

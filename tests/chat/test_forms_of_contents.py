@@ -43,14 +43,14 @@ def test_no_text_is_lost(content: str) -> None:
 
 @pytest.mark.parametrize("content", ["{{ m.value }}", "{{ m.text }}", "{{ m['from'] }}: {{ m['value'] }}", "", "{{ m.role }}",
                                      "{% for p in m.content %}{{ p.value }}{% endfor %}"])
-def test_a_template_of_other_fields_is_refused(content: str) -> None:
+def test_a_template_that_reads_other_fields_is_refused(content: str) -> None:
     with pytest.raises(UserError, match="content"):
         JinjaTemplate(LOOP.replace("CONTENT", content), "t.jinja")
 
 
 @pytest.mark.parametrize(("role", "talk"), [
     ("system", TALK), ("assistant", TALK[1:]), ("tool", [TALK[1], {"role": "tool", "content": "rain"}])])
-def test_a_text_of_a_role_that_the_template_leaves_out_is_refused(role: str, talk: list[dict[str, Any]]) -> None:
+def test_text_of_a_role_that_the_template_omits_is_refused(role: str, talk: list[dict[str, Any]]) -> None:
     text = LOOP.replace("CONTENT", f"{{% if m.role != '{role}' %}}{{{{ m.content }}}}{{% endif %}}")
     template = JinjaTemplate(text, "t.jinja")
     assert "Which?" in template.render(TALK[1:2])

@@ -43,12 +43,12 @@ def gguf_file(path: Path, **metadata: Any) -> str:
     TEMPLATE, {"default": TEMPLATE, "tool_use": "-"},
     [{"name": "tool_use", "template": "-"}, {"name": "default", "template": TEMPLATE}],
 ], ids=["text", "by name", "list"])
-def test_tokenizer_config_holds_the_default(tmp_path: Path, value: Any) -> None:
+def test_tokenizer_config_has_the_default(tmp_path: Path, value: Any) -> None:
     name = default_template(directory(tmp_path / "rwkv7-g1k", chat_template=value)).template
     assert chat_template(name).render(TALK) == "<user>Hi\n<assistant>"
 
 
-def test_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
+def test_a_separate_template_file_takes_precedence(tmp_path: Path) -> None:
     folder = directory(tmp_path / "model", chat_template="{{ messages[0].content }}")
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     assert chat_template(default_template(folder).template).render(TALK) == "<user>Hi\n<assistant>"
@@ -99,7 +99,7 @@ def test_without_a_default_the_name_decides(tmp_path: Path, value: Any) -> None:
         chat_template(f"{folder}/tokenizer_config.json")
 
 
-def test_ggufs_metadata_hold_the_default(tmp_path: Path) -> None:
+def test_the_metadata_of_a_gguf_have_the_default(tmp_path: Path) -> None:
     name = default_template(gguf_file(tmp_path / "model.gguf", tokenizer__chat_template=TEMPLATE)).template
     assert chat_template(name).render(TALK) == "<user>Hi\n<assistant>"
 
@@ -110,7 +110,7 @@ def test_the_template_that_llama_cpp_gives_every_model_is_ignored(tmp_path: Path
     assert default_template(gguf_file(tmp_path / "rwkv7-g1d.gguf", tokenizer__chat_template=template)).template == "g1"
 
 
-def test_the_model_name_counts_if_the_file_name_says_nothing(tmp_path: Path) -> None:
+def test_the_model_name_decides_if_the_file_name_does_not(tmp_path: Path) -> None:
     assert default_template(gguf_file(tmp_path / "model.gguf", general__name="Rwkv7 G1k 1.5b 20260930")).template == "g1"
     folder = directory(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"_name_or_path": "RWKV/RWKV7-G1k-1.5B/"}))
@@ -119,7 +119,7 @@ def test_the_model_name_counts_if_the_file_name_says_nothing(tmp_path: Path) -> 
     assert default_template(folder).template == "world"
 
 
-def test_the_world_vocabularys_end_in_a_template_is_that_token(tmp_path: Path) -> None:
+def test_the_name_of_worlds_end_token_in_a_template_is_that_token(tmp_path: Path) -> None:
     """fla's template renders the token before a conversation, but the token's name in a message is plain text."""
     end = "<|rwkv_tokenizer_end_of_text|>"
     folder = directory(tmp_path / "fla", chat_template=f"{{{{ '{end}' }}}}{TEMPLATE}")
@@ -129,7 +129,7 @@ def test_the_world_vocabularys_end_in_a_template_is_that_token(tmp_path: Path) -
     assert ids == [0, *tokenizer.encode(f"<user>{end}\n<assistant>")]
 
 
-def test_sampling_options_count_only_with_do_sample(tmp_path: Path) -> None:
+def test_sampling_options_apply_only_with_do_sample(tmp_path: Path) -> None:
     options = {"do_sample": True, "temperature": 0.8, "top_p": 0.5, "top_k": True, "eos_token_id": 0}
     folder = Path(directory(tmp_path / "model"))
     file = folder / "generation_config.json"
@@ -152,7 +152,7 @@ def test_sampling_options_of_a_gguf(tmp_path: Path) -> None:
     assert generation_in(file) == Generation(file, {"temperature": 0.5, "top_k": 40}, draws=True)
 
 
-def test_penalties_stops_and_a_limit_count_without_do_sample(tmp_path: Path) -> None:
+def test_penalties_stops_and_a_limit_apply_without_do_sample(tmp_path: Path) -> None:
     """Penalties also apply to greedy decoding, as in transformers."""
     folder = Path(directory(tmp_path / "model"))
     file = folder / "generation_config.json"
@@ -162,7 +162,7 @@ def test_penalties_stops_and_a_limit_count_without_do_sample(tmp_path: Path) -> 
     assert generation_in(folder) == Generation(file, penalties, False, ("\nUser:",), 300)
 
 
-def test_each_kind_of_answer_has_its_own_file_or_the_default_one(tmp_path: Path) -> None:
+def test_each_kind_of_answer_has_its_own_file_or_the_default_file(tmp_path: Path) -> None:
     folder = Path(directory(tmp_path / "model"))
     for kind, temperature in (("", 0.1), ("fake_think_", 0.2), ("tools_", 0.3)):
         (folder / f"{kind}generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": temperature}))

@@ -35,7 +35,7 @@ def test_a_name_tells_the_template_and_the_length(name: str, template: str, leng
     assert trained_length(name).why
 
 
-def test_a_link_is_what_it_points_to(tmp_path: Path) -> None:
+def test_the_template_of_a_link_is_that_of_its_target(tmp_path: Path) -> None:
     (tmp_path / "rwkv7-g1k-0.1b.pth").write_bytes(b"")
     (tmp_path / "latest.pth").symlink_to(tmp_path / "rwkv7-g1k-0.1b.pth")
     assert default_template(str(tmp_path / "latest.pth")).template == "g1"

@@ -77,13 +77,13 @@ def test_the_pieces_do_not_matter(start: str, pieces: list[str]) -> None:
     assert parse(start, pieces) == ThoughtParser(start).push("".join(pieces), last=True)
 
 
-def test_what_is_certain_is_shown_at_once() -> None:
+def test_text_that_is_certain_is_shown_at_once() -> None:
     parser = ThoughtParser("<think")
     results = [parser.push(piece) for piece in (">", "\na", " b", "</", "b", "</think>", "\n", "c", " <think>")]
     assert results == [("", ""), ("a", ""), (" b", ""), ("", ""), ("</b", ""), ("", ""), ("", ""), ("", "c"), ("", " <think>")]
 
 
-def test_without_thoughts_all_is_text() -> None:
+def test_without_thoughts_everything_is_text() -> None:
     assert ThoughtParser(thinks=False).push(" <think>a</think>", last=True) == ("", "<think>a</think>")
 
 
@@ -102,7 +102,7 @@ def test_the_end_of_reasoning_completes_its_beginning_in_a_prompt(start: str, en
     assert ThoughtParser(ended).push("{}", last=True) == ("", "{}")
 
 
-def test_a_hint_stands_after_the_last_text_of_the_user() -> None:
+def test_a_hint_follows_the_last_text_of_the_user() -> None:
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c \n"},
             {"role": "tool", "content": "d"}]
     for effort, hint in (("low", " (think a bit)"), ("medium", " (think)"), ("high", " (think a lot)")):

@@ -35,7 +35,7 @@ def chatml(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["world", "g1", "chatml"])
-def test_the_answers_with_their_ends_are_learnt(name: str, chatml: str) -> None:
+def test_answers_and_their_ends_are_learnt(name: str, chatml: str) -> None:
     template = chat_template(chatml if name == "chatml" else name)
     parts = template.parts(TALK)
     assert "".join(text for text, _ in parts) == template.render(TALK, add_generation_prompt=False)
@@ -62,7 +62,7 @@ def test_a_template_shows_tools_if_it_names_them(tmp_path: Path, chatml: str) ->
 @pytest.mark.parametrize(("style", "shown"), [
     ("", '{"b": "ü", "a": 1}'), ("(ensure_ascii=False)", '{"b": "ü", "a": 1}'), ("(true)", '{"b": "\\u00fc", "a": 1}'),
     ("(separators=(',', ':'), sort_keys=true)", '{"a":1,"b":"ü"}'), ("(indent=1)", '{\n "b": "ü",\n "a": 1\n}')])
-def test_tojson_takes_what_transformers_takes(tmp_path: Path, style: str, shown: str) -> None:
+def test_tojson_accepts_the_arguments_that_transformers_accepts(tmp_path: Path, style: str, shown: str) -> None:
     (tmp_path / "tools.jinja").write_text("{{ tools | tojson" + style + " if tools }}{{ messages[0].content }}")
     template = chat_template(str(tmp_path / "tools.jinja"))
     assert template.render(TALK[1:2], tools={"b": "ü", "a": 1}) == f"{shown}Hi"                  # type: ignore[arg-type]
@@ -204,7 +204,7 @@ QWEN = """{% set ns = namespace(asked=0) %}
 {% endif %}"""
 
 
-def test_thoughts_that_a_template_takes_out_of_earlier_answers(tmp_path: Path) -> None:
+def test_a_template_that_removes_thoughts_from_earlier_answers(tmp_path: Path) -> None:
     """The last answer follows its prompt, with reasoning if the answer has some; an earlier answer does not."""
     template = template_file(tmp_path, QWEN)
     thought = {**TWO[1], "reasoning_content": "2 + 2"}
@@ -236,7 +236,7 @@ CALLS = """{% for m in messages %}{% if m.tool_calls is defined %}{{ 'calls ' + 
 
 
 @pytest.mark.parametrize("empty", [None, [], "", {}], ids=repr)
-def test_an_empty_field_is_as_a_missing_one(tmp_path: Path, empty: Any) -> None:
+def test_an_empty_field_equals_a_missing_field(tmp_path: Path, empty: Any) -> None:
     template = template_file(tmp_path, CALLS)
     for field in ("tool_calls", "function_call", "name", "refusal", "audio", "annotations", "tool_call_id",
                   "reasoning_content"):
@@ -326,8 +326,8 @@ SWITCHED = ("{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<t
 
 @pytest.mark.parametrize("name", ["g1", "flower", "switched"])
 @pytest.mark.parametrize(("think", "talk"), [(True, THOUGHT[:2]), ("fake", THOUGHT[2:])])
-def test_an_answer_is_learnt_after_the_prompt_that_a_chat_asks_with(tmp_path: Path, name: str, think: Think,
-                                                                    talk: list[dict[str, Any]]) -> None:
+def test_an_answer_is_learnt_after_the_prompt_of_a_chat(tmp_path: Path, name: str, think: Think,
+                                                        talk: list[dict[str, Any]]) -> None:
     (tmp_path / "switched.jinja").write_text(SWITCHED)
     template = chat_template(str(tmp_path / "switched.jinja") if name == "switched" else name).for_learning(think)
     parts = template.parts(talk)
@@ -359,7 +359,7 @@ def test_a_template_without_reasoning_cannot_train_it() -> None:
     assert template_of(DataConfig(name="chat", template="g1", think="fake")).learns == "fake"
 
 
-def test_a_template_that_changes_its_form_with_tools(tmp_path: Path) -> None:
+def test_a_template_that_changes_its_format_with_tools(tmp_path: Path) -> None:
     """Each rendering has its own stop string, results are objects, and reasoning is requested by rwkv-rs's variable."""
     (tmp_path / "two.jinja").write_text(
         "{% for m in messages %}{% if tools %}\n### {{ m.role }}\n"

@@ -61,7 +61,7 @@ def blocks_in(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("sizes", [NARROW, WIDE])
 @each_generation
 @torch.no_grad()
-def test_the_model_is_the_file_s_blocks(tmp_path: Path, text: Path, generation: str, sizes: dict[str, int]) -> None:
+def test_the_model_computes_with_the_file_s_blocks(tmp_path: Path, text: Path, generation: str, sizes: dict[str, int]) -> None:
     """Logits match those of the dequantised weights, both at once and token by token in C, where the step copies no matrix."""
     model, path = write_model(tmp_path, generation, **sizes)
     target = write_calibrated(path, text)
@@ -95,7 +95,7 @@ def test_a_model_with_deep_embed(tmp_path: Path, text: Path) -> None:
 
 
 @each_generation
-def test_the_matrices_of_int4_are_quantised_and_no_others(tmp_path: Path, text: Path, generation: str) -> None:
+def test_exactly_the_matrices_of_int4_are_quantised(tmp_path: Path, text: Path, generation: str) -> None:
     """Rows of a multiple of 256 become k-quants and other rows blocks of 32. The head has 5 bits."""
     for sizes, kind in ((NARROW, "0"), (WIDE, "k")):
         model, path = write_model(tmp_path, generation, **sizes)
@@ -146,7 +146,7 @@ def test_the_moments_are_those_of_the_text(tmp_path: Path, text: Path, monkeypat
     assert all(new < 0.9 * old for new, old in errors)
 
 
-def test_it_is_copied_to_the_bit_and_converted_back(tmp_path: Path, text: Path) -> None:
+def test_a_calibrated_file_is_copied_bit_for_bit_and_converted_back(tmp_path: Path, text: Path) -> None:
     _, path = write_model(tmp_path, **WIDE)
     target, again, back = write_calibrated(path, text), tmp_path / "again.safetensors", tmp_path / "back.pth"
     for options in ([], ["--dtype", "int4"]):
@@ -247,7 +247,7 @@ def test_packed_weights_are_not_calibrated(tmp_path: Path, text: Path) -> None:
     assert not (tmp_path / "again.safetensors").exists()
 
 
-def test_rows_that_are_no_whole_blocks_are_refused(tmp_path: Path, text: Path) -> None:
+def test_rows_that_are_not_whole_blocks_are_refused(tmp_path: Path, text: Path) -> None:
     _, path = write_model(tmp_path, n_embd=64, n_ffn=72)
     with pytest.raises(UserError, match="multiples of 32"):
         convert.convert(path, tmp_path / "out.safetensors", "int4", calibrate=text)

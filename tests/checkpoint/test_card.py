@@ -71,7 +71,7 @@ def test_the_commands_of_a_card_with_a_line_that_is_not_utf8_are_read(tmp_path: 
     assert card.commands_in(path) == ["timemix train"]
 
 
-def test_a_card_by_hand_is_not_replaced(base: RWKV) -> None:
+def test_a_card_written_by_hand_is_not_replaced(base: RWKV) -> None:
     base.save_pretrained("out")
     Path("out/README.md").write_text("# mine")
     with pytest.raises(UserError, match=r"README\.md"):

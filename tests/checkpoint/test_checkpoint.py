@@ -45,7 +45,7 @@ def same_weights(one: RWKV, other: RWKV) -> bool:
         torch.equal(weight, expected[name]) for name, weight in one.state_dict().items())
 
 
-def test_saving_and_loading_leave_the_original_alone(model: RWKV, saved_file: Path) -> None:
+def test_saving_and_loading_do_not_change_the_original(model: RWKV, saved_file: Path) -> None:
     loaded = RWKV.from_pretrained(saved_file)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
@@ -149,8 +149,8 @@ def test_a_run_directory_means_its_last_checkpoint(model: RWKV, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("latest", ["link", "file", "none"])
-def test_a_latest_run_that_is_gone_gives_way_to_the_newest_one(model: RWKV, tmp_path: Path, latest: str,
-                                                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_run_takes_the_place_of_a_deleted_latest_run(model: RWKV, tmp_path: Path, latest: str,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
     """A run may be deleted, lie in a temporary folder that was emptied, or lie on a disk that is not mounted."""
     runs = tmp_path / "runs"
     for age, name in enumerate(("sweep/one", "mine", "older")):
@@ -185,7 +185,7 @@ def test_runs_of_sweeps_are_listed_with_the_others(model: RWKV, tmp_path: Path, 
         locate("runs")
 
 
-def test_a_latest_run_that_is_gone_is_named_where_there_is_no_other(tmp_path: Path) -> None:
+def test_a_deleted_latest_run_is_named_if_there_is_no_other(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(tmp_path / "gone", target_is_directory=True)
     with pytest.raises(CheckpointError, match=r"no checkpoint at .*latest"):
         locate(tmp_path / "latest")
@@ -223,7 +223,7 @@ class Harmful:
         return os.system, ("touch executed",)
 
 
-def test_a_missing_file_says_what_to_give(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_says_what_to_pass(tmp_path: Path) -> None:
     refuses(tmp_path / "absent.pth", "a file, a Hugging Face directory, a run directory of train.py")
     refuses(tmp_path, "last.ckpt")
 
@@ -327,7 +327,7 @@ def test_another_suffix_is_refused_before_anything_is_written(model: RWKV, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_the_configuration_of_a_pth_is_read_off_its_tensors(saved_file: Path) -> None:
+def test_the_configuration_of_a_pth_is_inferred_from_its_tensors(saved_file: Path) -> None:
     assert read_checkpoint(saved_file).config == ModelConfig(n_layer=3, n_embd=16, n_att=8, n_ffn=24, ctx_len=1024)
 
 
@@ -337,7 +337,7 @@ def test_a_tokenizer_larger_than_the_model_is_not_saved_with_it(model: RWKV, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_another_tokenizer_than_the_files_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_other_than_the_files_is_refused(tmp_path: Path) -> None:
     model, own = small_model("conv1d"), CharTokenizer("abc")
     model.save_pretrained(tmp_path / "own.ckpt", own)
     model.save_pretrained(tmp_path / "none.pth")

@@ -230,7 +230,7 @@ def test_a_lora_of_rwkv_peft_takes_alpha_by_option(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("prefix", ["model.", "_forward_module."])
-def test_prefixes_in_a_file_of_rwkv_peft_are_taken_off(folder: Path, tmp_path: Path, prefix: str) -> None:
+def test_prefixes_in_a_file_of_rwkv_peft_are_removed(folder: Path, tmp_path: Path, prefix: str) -> None:
     expected = weights_of(folder / "base.pth")
     parts, expected[f"{NAMES[0]}.weight"] = lora(expected[f"{NAMES[0]}.weight"], 16.0)
     trained = {f"{NAMES[0]}.{part.removesuffix('.weight')}": tensor for part, tensor in parts.items()}
@@ -240,7 +240,7 @@ def test_prefixes_in_a_file_of_rwkv_peft_are_taken_off(folder: Path, tmp_path: P
     assert_weights(with_adapter(read_checkpoint(folder / "base.pth"), tmp_path / "rwkv-0.pth", 32).weights, expected)
 
 
-def test_pissa_of_rwkv_peft_has_its_beginning_beside_it(folder: Path, tmp_path: Path) -> None:
+def test_pissa_of_rwkv_peft_requires_the_file_of_its_initial_adapter(folder: Path, tmp_path: Path) -> None:
     base = read_checkpoint(folder / "base.pth")
     expected, trained, first = weights_of(folder / "base.pth"), {}, {}
     for name in NAMES:
@@ -340,7 +340,7 @@ def test_half_an_adapter_and_a_damaged_description_are_refused(folder: Path, tmp
         with_adapter(base, adapter)
 
 
-def test_a_file_that_is_no_adapter_is_identified(folder: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_adapter_is_identified(folder: Path, tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     empty, cloned = write_peft(tmp_path / "empty", {}), write_peft(tmp_path / "cloned", {})
     (cloned / "adapter_model.safetensors").write_text(pointer)

@@ -64,8 +64,8 @@ WRAPPED: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("generation", SIZES)
 @pytest.mark.parametrize("rename", WRAPPED.values(), ids=WRAPPED)
-def test_wrappers_in_names_are_taken_off(models: dict[str, RWKV], tmp_path: Path, generation: str,
-                                         rename: Callable[[str], str]) -> None:
+def test_wrappers_in_names_are_removed(models: dict[str, RWKV], tmp_path: Path, generation: str,
+                                       rename: Callable[[str], str]) -> None:
     weights = {rename(name): weight for name, weight in models[generation].state_dict().items()}
     torch.save(weights, tmp_path / "model.pth")
     assert_same(tmp_path / "model.pth", models[generation])
@@ -235,7 +235,7 @@ def refuses_undamaged(path: Path, *words: str) -> None:
 # Tokens that tokenizer.json lacks, or that the model does not know
 
 
-def test_tokens_that_only_tokenizer_config_lists_are_the_tokenizers(tmp_path: Path) -> None:
+def test_tokens_that_only_tokenizer_config_lists_are_added_to_the_tokenizer(tmp_path: Path) -> None:
     """transformers adds them when it loads the tokenizer."""
     parsed = json.loads(chatml())
     free = 1 + max(parsed["model"]["vocab"].values())
@@ -334,7 +334,7 @@ def test_the_models_in_the_folders_of_a_folder_are_named(model: RWKV, tmp_path: 
     refuses_undamaged(tmp_path / "out", "checkpoint-2")
 
 
-def test_the_state_of_a_trainer_is_no_second_file_with_weights(model: RWKV, tmp_path: Path) -> None:
+def test_the_state_of_a_trainer_is_not_a_second_file_with_weights(model: RWKV, tmp_path: Path) -> None:
     """transformers' Trainer writes no config.json for a model class that transformers lacks."""
     model.save_pretrained(tmp_path / "model.safetensors")
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth", "training_args.bin"):
@@ -345,8 +345,7 @@ def test_the_state_of_a_trainer_is_no_second_file_with_weights(model: RWKV, tmp_
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])
-def test_a_model_without_a_head_is_no_language_model_unless_its_embedding_is_the_head(model: RWKV, tmp_path: Path,
-                                                                                      prefix: str) -> None:
+def test_a_model_without_a_head_is_refused_unless_its_embedding_is_the_head(model: RWKV, tmp_path: Path, prefix: str) -> None:
     folder = save_directory(model, tmp_path / "model")
     weights = {name.replace("model.", prefix, 1): weight for name, weight in load_file(folder / "model.safetensors").items()
                if name != "lm_head.weight"}
@@ -357,7 +356,7 @@ def test_a_model_without_a_head_is_no_language_model_unless_its_embedding_is_the
     assert torch.equal(RWKV.from_pretrained(folder).head.weight, model.emb.weight)
 
 
-def test_a_link_without_its_file_is_no_file_with_weights(model: RWKV, tmp_path: Path) -> None:
+def test_a_link_without_its_file_is_not_a_file_with_weights(model: RWKV, tmp_path: Path) -> None:
     folder = save_directory(model, tmp_path / "model")
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("../blobs/gone")           # as in the Hub's cache

@@ -65,8 +65,8 @@ def test_the_folder_is_the_registry() -> None:
 @pytest.mark.parametrize(("dtype", "every"), [
     ("float32", False), *(pytest.param(name, True, marks=pytest.mark.soak) for name in ("float32", "bfloat16", "float16"))])
 @each_held
-def test_from_every_format_to_every_format_to_the_bit(models: dict[str, RWKV], tmp_path: Path, generation: str, format: str,
-                                                      dtype: str, every: bool) -> None:
+def test_conversions_between_all_formats_change_no_bit(models: dict[str, RWKV], tmp_path: Path, generation: str, format: str,
+                                                       dtype: str, every: bool) -> None:
     """Unless `every` is True, tests only conversions from pth, to pth, and of a format to itself."""
     if format == "ggmf" and dtype == "bfloat16":
         pytest.skip("ggmf holds no bfloat16")
@@ -178,8 +178,8 @@ def test_a_converted_model_still_belongs_to_its_series(tmp_path: Path, target: s
 
 
 @pytest.mark.parametrize("target", ["out.gguf", "out"])
-def test_a_file_for_other_programs_gets_the_tokenizer_that_ours_assume(tmp_path: Path, target: str,
-                                                                       capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_for_other_programs_gets_the_tokenizer_that_our_programs_assume(tmp_path: Path, target: str,
+                                                                               capsys: pytest.CaptureFixture[str]) -> None:
     """llama.cpp and transformers cannot use a file without a tokenizer. Programs here assume the World vocabulary."""
     pytest.importorskip("pyrwkv_tokenizer", reason="pyrwkv-tokenizer, which carries the vocabulary, is not installed")
     sizes = {"n_layer": 1, "n_embd": 64}
@@ -348,7 +348,7 @@ def test_a_pth_is_what_torch_and_unzip_expect(model: RWKV, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("prefix", ["_forward_module.", "module.", "model.", "_forward_module.model."])
-def test_a_prefix_is_taken_off(model: RWKV, tmp_path: Path, prefix: str) -> None:
+def test_a_prefix_is_removed(model: RWKV, tmp_path: Path, prefix: str) -> None:
     torch.save({prefix + name: tensor for name, tensor in model.state_dict().items()}, tmp_path / "model.pth")
     assert list(read_checkpoint(tmp_path / "model.pth").weights) == list(model.state_dict())
 
@@ -472,7 +472,7 @@ def test_ggmf_comes_back_byte_for_byte(model: RWKV, tmp_path: Path, dtype: str) 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("low", "high"), [(-1, 1), (-5, 3), (-80, 80)])
-def test_a_decay_stored_comes_back_to_the_bit(low: float, high: float) -> None:
+def test_a_stored_decay_is_read_back_bit_for_bit(low: float, high: float) -> None:
     """Tests a million values, because a plain logarithm is off by one rounding for some hundreds of them."""
     raw = torch.empty(1_000_000).uniform_(low, high, generator=torch.Generator().manual_seed(0))
     stored = ggmf.stored_decay(raw)
@@ -532,7 +532,7 @@ def test_a_weight_that_is_not_finite_is_named(models: dict[str, RWKV], tmp_path:
     refuses(tmp_path / name, "CRC-32" if checked else "blocks.1.ffn.value.weight")
 
 
-def test_what_float16_cannot_hold_is_refused_and_leaves_nothing(model: RWKV, tmp_path: Path) -> None:
+def test_values_beyond_float16_are_refused_and_leave_no_file(model: RWKV, tmp_path: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights["ln_out.weight"][3] = 7e4
     with pytest.raises(CheckpointError):
@@ -636,7 +636,7 @@ def test_a_kill_leaves_the_old_or_the_new(tmp_path: Path) -> None:
     assert [read_checkpoint(path).vocab_size in (50, 60) for path in paths] == [True, True]
 
 
-def test_weights_in_use_are_not_given_back(tmp_path: Path) -> None:
+def test_weights_in_use_are_not_released(tmp_path: Path) -> None:
     """Loading a file in another dtype leaves the changes to a model whose weights are mapped from the same file."""
     small_model("reference", n_embd=64).save_pretrained(tmp_path / "model.pth")
     checkpoint = read_checkpoint(tmp_path / "model.pth")
@@ -665,7 +665,7 @@ def test_a_model_that_is_not_mapped_outlives_its_file(tmp_path: Path, name: str,
     assert all(torch.equal(weight, before[name]) for name, weight in loaded.state_dict().items())
 
 
-def test_convert_says_what_it_does(model: RWKV, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_reports_what_it_does(model: RWKV, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_model("reference", 50).save_pretrained(tmp_path / "in.ckpt", CharTokenizer("abc"))
     convert.main([str(tmp_path / "in.ckpt"), str(tmp_path / "out.pth"), "--dtype", "bfloat16"])
     output, errors = capsys.readouterr()

@@ -101,7 +101,7 @@ def test_without_the_package_quantised_files_alone_cannot_be_read(plain: Path, t
 
 @pytest.mark.parametrize("dtype", ["q4_1", "q8_0", *(pytest.param(dtype, marks=pytest.mark.thorough)
                                                      for dtype in WRITTEN if dtype not in ("q4_1", "q8_0"))])
-def test_written_blocks_are_the_packages(tmp_path: Path, dtype: str) -> None:
+def test_written_blocks_equal_those_of_the_package_gguf(tmp_path: Path, dtype: str) -> None:
     model = model_of(n_ffn=80)
     path = tmp_path / "model.gguf"
     model.save_pretrained(path, dtype=dtype)
@@ -120,7 +120,7 @@ def test_written_blocks_are_the_packages(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["q4_0", "q5_1", "q8_0"])
-def test_what_a_block_cannot_hold_is_refused(tmp_path: Path, dtype: str) -> None:
+def test_values_beyond_the_range_of_a_block_are_refused(tmp_path: Path, dtype: str) -> None:
     model = model_of()
     with torch.no_grad():
         model.blocks[1].ffn.key.weight[3, 3] = 1e7

@@ -304,8 +304,8 @@ def test_init_from(folder: Path, run: Run, kind: str) -> None:
 
 @pytest.mark.parametrize("program", ["generate", "evaluate", "train", "convert"])
 @pytest.mark.parametrize("name", ALONE)
-def test_a_part_in_place_of_weights_says_which_option_takes_it(run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path,
-                                                               name: str, program: str) -> None:
+def test_the_error_for_a_part_in_place_of_weights_names_its_option(run: Run, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+                                                                   name: str, program: str) -> None:
     if program == "convert":
         if "time_state" in name:
             pytest.skip("states are converted alone")

@@ -98,7 +98,7 @@ def test_loading_peaks_at_little_more_than_the_weights_or_the_file(source: Path,
 
 
 @pytest.mark.programs
-def test_weights_of_the_right_dtype_are_the_file(source: Path, tmp_path: Path) -> None:
+def test_weights_of_the_right_dtype_are_mapped_from_the_file(source: Path, tmp_path: Path) -> None:
     write_checkpoint(checkpoint_of(weights(8, 384, 2000)), tmp_path / "model.safetensors")
     memory = measure(tmp_path, tmp_path / "model.safetensors", "float32")
     assert memory["private"] < 0.1 * bytes_in("float32")

@@ -46,7 +46,7 @@ def entries() -> list[Path]:
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @torch.no_grad()
-def test_the_second_start_is_the_first_without_packing(model_file: Path, dtype: str) -> None:
+def test_the_second_start_gives_the_results_of_the_first_without_packing(model_file: Path, dtype: str) -> None:
     expected = logits(start_program(model_file, dtype, cached=False))
     assert not packed_cache.folder().exists()
     first = start_program(model_file, dtype)

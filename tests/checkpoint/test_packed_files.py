@@ -118,7 +118,7 @@ def test_other_dtypes_have_the_rounded_weights(tmp_path: Path, generation: str, 
 
 @each_dtype
 @each_generation
-def test_a_packed_file_is_small_and_is_written_again_to_the_bit(tmp_path: Path, generation: str, dtype: str) -> None:
+def test_a_packed_file_is_small_and_is_rewritten_bit_for_bit(tmp_path: Path, generation: str, dtype: str) -> None:
     model, path = write_packed(tmp_path, generation, dtype)
     again = tmp_path / "again.safetensors"
     write_checkpoint(read_checkpoint(path), again)
@@ -155,7 +155,7 @@ def test_a_second_rounding_is_reported_but_not_the_first(tmp_path: Path, capsys:
         assert target in line
 
 
-def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
+def test_rows_that_are_not_whole_groups_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError):
         small_model("reference", n_ffn=24).save_pretrained(tmp_path / "model.safetensors", dtype="int4")
     assert not list(tmp_path.iterdir())
@@ -179,7 +179,7 @@ def mapped_ranges(path: Path) -> list[range]:
 @linux
 @each_dtype
 @each_generation
-def test_matrices_are_the_mapped_file_at_whole_cache_lines(tmp_path: Path, generation: str, dtype: str) -> None:
+def test_matrices_are_mapped_from_the_file_at_whole_cache_lines(tmp_path: Path, generation: str, dtype: str) -> None:
     source, path = tmp_path / "model.pth", tmp_path / "packed.safetensors"
     small_model("reference", generation=generation, **WIDE, vocab_size=256).save_pretrained(source, dtype="bfloat16")
     write_checkpoint(read_checkpoint(source), path, dtype)

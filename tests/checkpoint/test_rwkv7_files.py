@@ -89,14 +89,14 @@ def test_each_format_has_the_unused_tensors_that_its_readers_want(model: RWKV, t
 
 
 @pytest.mark.parametrize("format", [format for format in NAMES if format != "ggmf"])
-def test_one_layer_has_no_other_rank_to_read(tmp_path: Path, format: str) -> None:
+def test_the_rank_of_v1_is_kept_in_a_model_of_one_layer(tmp_path: Path, format: str) -> None:
     model = small_model("reference", generation="rwkv7", n_layer=1, **SIZES["rwkv7"])
     model.save_pretrained(tmp_path / NAMES[format])
     assert read_checkpoint(tmp_path / NAMES[format]).config.v_low_rank_dim == model.config.v_low_rank_dim
 
 
 @pytest.mark.parametrize("rank", ["three", [3], -3, True])
-def test_a_rank_that_is_no_size_is_refused(tmp_path: Path, rank: Any) -> None:
+def test_a_rank_that_is_not_a_size_is_refused(tmp_path: Path, rank: Any) -> None:
     """A directory of one layer states the rank of v1 only in config.json, because v1 is unused there."""
     small_model("reference", generation="rwkv7", n_layer=1, **SIZES["rwkv7"]).save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
@@ -118,7 +118,7 @@ def test_wrong_shapes_are_named(model: RWKV, tmp_path: Path, changed: dict[str, 
 # Hugging Face directories and ggmf
 
 
-def test_a_directory_is_flas(model: RWKV, tmp_path: Path) -> None:
+def test_a_directory_has_the_layout_of_fla(model: RWKV, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     tensors, own = hugging_face_tensors(tmp_path / "model"), model.state_dict()
     assert torch.equal(tensors["model.layers.1.attn.w_lora.lora.0.weight"], own["blocks.1.att.w1"].T)
@@ -278,7 +278,7 @@ def test_parts_that_do_not_belong_together_are_refused(model: RWKV, tmp_path: Pa
     refuses(tmp_path / "elsewhere.gguf", f"{len(parts)} parts")
 
 
-def test_an_architecture_that_is_no_text_is_refused(model: RWKV, tmp_path: Path) -> None:
+def test_an_architecture_that_is_not_a_string_is_refused(model: RWKV, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model.gguf")
     rewrite(tmp_path / "model.gguf", tmp_path / "odd.gguf", "general.architecture", [1, 2], gguf.GGUFValueType.ARRAY)
     refuses(tmp_path / "odd.gguf", "[1, 2]", "rwkv7")
@@ -312,7 +312,7 @@ def test_the_types_in_gguf_are_those_of_llama_cpps_quantizer(wide: RWKV, tmp_pat
         {"F32": "ALL_F32"}.get(kind, f"MOSTLY_{kind}")].value
 
 
-def test_q8_0_is_read_as_the_package_reads_it_and_written_again_to_the_bit(wide: RWKV, tmp_path: Path) -> None:
+def test_q8_0_is_read_as_the_package_reads_it_and_rewritten_bit_for_bit(wide: RWKV, tmp_path: Path) -> None:
     wide.save_pretrained(tmp_path / "model.gguf", dtype="q8_0")
     checkpoint = read_checkpoint(tmp_path / "model.gguf")
     tensors = gguf_tensors(tmp_path / "model.gguf")["blk.1.channel_mix_key.weight"]

@@ -105,7 +105,7 @@ def test_a_layout_that_no_file_states_is_required(folder: Path) -> None:
     assert torch.equal(states.layers[0].get(), time_states.read(folder / "state.pth", config).layers[0].get().mT)
 
 
-def test_a_model_in_place_of_a_state_is_no_training_run(folder: Path) -> None:
+def test_a_model_in_place_of_a_state_is_not_called_a_training_run(folder: Path) -> None:
     with pytest.raises(UserError, match="contains weights: pass them as checkpoint=") as error:
         open_base(folder).model_and_context(str(folder / "base.safetensors"), None)
     assert "training run" not in str(error.value)
@@ -145,7 +145,8 @@ def test_a_damaged_state_is_reported_in_one_sentence(folder: Path, tmp_path: Pat
             time_states.read_content(content, config, "official")
 
 
-def test_convert_turns_a_state_for_web_rwkv_and_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_transposes_a_state_for_web_rwkv_and_back(folder: Path, tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
     convert.main([str(folder / "state.pth"), str(tmp_path / "out.st")])
     actual, expected = load_file(tmp_path / "out.st"), load_file(folder / "state.st")
     assert actual.keys() == expected.keys()

@@ -67,7 +67,7 @@ def test_a_path_may_begin_at_the_home_folder() -> None:
     assert (config.data.cache_dir, config.data.sample_prompt) == ("a/~/b", "~/books")
 
 
-def test_null_is_a_text_but_no_path_and_no_name() -> None:
+def test_null_is_a_text_but_neither_a_path_nor_a_name() -> None:
     config = composed("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
     assert (config.out_dir, config.logger.run_name, config.data.sample_prompt) == (None, None, "null")
     assert composed("generate", "prompt=null").prompt == "null"

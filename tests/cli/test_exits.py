@@ -167,7 +167,7 @@ def test_a_path_that_cannot_be_resumed_is_reported_in_one_sentence(run: Run) -> 
 @pytest.mark.programs
 @pytest.mark.skipif(sys.platform == "win32", reason="its pipes report other errors")
 @pytest.mark.parametrize("command", [("train.py", "--help"), ("-m", "rwkv.tools", "--help")])
-def test_a_reader_that_goes_away_ends_a_program_quietly(command: tuple[str, ...]) -> None:
+def test_a_closed_pipe_ends_a_program_quietly(command: tuple[str, ...]) -> None:
     with subprocess.Popen([sys.executable, *command], cwd=cli.CONFIGS.parent, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -24,7 +24,7 @@ print("running", flush=True)
 """
 
 
-def test_nothing_is_collected_inside_and_all_is_after() -> None:
+def test_nothing_is_collected_inside_and_everything_afterwards() -> None:
     assert gc.isenabled()
     with without_garbage_collection():
         assert not gc.isenabled()

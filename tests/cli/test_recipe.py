@@ -24,8 +24,7 @@ BOM = "\ufeff"
     ("../mine.yaml", "---\n{optim: {lr: 1e-4}, seed: 5}\n...\n"),
     ("./mine.json", '{"optim": {"lr": 1e-4}, "seed": 5}'),
 ])
-def test_a_recipe_of_one_s_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str,
-                                                    content: str) -> None:
+def test_a_user_s_recipe_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, content: str) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -162,7 +161,7 @@ def test_a_wrong_recipe_is_reported_in_one_sentence(run: Run, tmp_path: Path, mo
 @pytest.mark.parametrize(("choice", "words"), [
     ("./missing.yaml", ["missing.yaml"]), ("./", ["Is a directory"]), ("./mine.ckpt", ["not UTF-8"]),
     ("mine", ["shakespeare_char", "./mine.yaml"])])
-def test_an_experiment_that_is_no_file_is_reported_in_one_sentence(run: Run, choice: str, words: list[str]) -> None:
+def test_an_experiment_that_is_not_a_file_is_reported_in_one_sentence(run: Run, choice: str, words: list[str]) -> None:
     Path("mine.ckpt").write_bytes(b"\x80\x02PK")
     one_sentence(run("train", f"experiment={choice}"), *words)
 

@@ -80,7 +80,7 @@ def test_exactly_the_letters_of_answers_are_trained_on(talks: Corpus) -> None:
     {"system_prompt": "", "question": "One?", "response": "1"},
     {"query": "One?", "response": "1", "history": []}, {"prompt": "One?", "response": "1", "messages": []},
 ])
-def test_all_forms_are_the_same_conversation(tmp_path: Path, line: Any) -> None:
+def test_all_formats_give_the_same_conversation(tmp_path: Path, line: Any) -> None:
     actual = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line])
     assert actual.conversations is not None
     assert texts_of(actual) == ["User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"]
@@ -204,7 +204,7 @@ def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_p
 ], ids=["list", "list in .jsonl", "indented list with a byte order mark", "list in gz", "list in zst", "lines in .json",
         "lines with crlf"])
 @pytest.mark.parametrize("folder", [False, True])
-def test_a_json_list_is_read_as_lines_are(tmp_path: Path, name: str, content: Any, folder: bool) -> None:
+def test_a_json_list_is_read_like_lines(tmp_path: Path, name: str, content: Any, folder: bool) -> None:
     lines = [{"messages": messages(*talk)} for talk in TALKS]
     expected = corpus(tmp_path, lines)
     (tmp_path / "data").mkdir()
@@ -279,7 +279,7 @@ def test_special_tokens_that_the_template_writes_are_tokens(tmp_path: Path) -> N
     assert shown.startswith("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n[[c <|im_start|><|im_end|>")
 
 
-def test_the_cache_is_read_again_and_a_damaged_one_made_anew(tmp_path: Path) -> None:
+def test_the_cache_is_used_and_a_damaged_one_is_made_again(tmp_path: Path) -> None:
     lines = [{"messages": messages(*talk)} for talk in TALKS]
     first = corpus(tmp_path, lines).train[:].tolist()
     ids, = (tmp_path / "cache").glob("chat-*/train.ids")
@@ -311,7 +311,7 @@ def test_what_the_tokenizer_loses_is_counted_and_bits_of_lost_answers_are_withhe
     assert corpus(tmp_path, lines, tokenizer=str(tmp_path / "letters.json")).sizes == actual.sizes, "from the cache"
 
 
-def test_rows_hold_every_text_once_and_little_padding() -> None:
+def test_rows_have_every_text_once_and_little_padding() -> None:
     lengths = np.random.default_rng(0).integers(1, 200, 500).tolist()
     rows = packed_rows(lengths, 128)
     assert sorted(text for row in rows for text in row) == list(range(500))
@@ -371,7 +371,7 @@ def test_packed_rows_equal_one_conversation_a_row(talks: Corpus, generation: str
 
 
 @each_generation
-def test_nothing_leaks_between_conversations_to_the_bit(talks: Corpus, generation: str) -> None:
+def test_conversations_do_not_affect_each_other_by_a_bit(talks: Corpus, generation: str) -> None:
     """Other words of the same length in the preceding conversation change no bit of the next one."""
     task, batch = learner(generation), rows_of(talks, 100).__getitems__([0, 1])
     row = int((batch.starts.sum(1) > 2).nonzero()[0])
@@ -383,7 +383,7 @@ def test_nothing_leaks_between_conversations_to_the_bit(talks: Corpus, generatio
     assert not torch.equal(after[:second], before[:second])
 
 
-def test_weights_make_the_mean_over_a_step(talks: Corpus) -> None:
+def test_batch_weights_give_the_mean_over_a_step(talks: Corpus) -> None:
     """Two processes with two accumulated batches of one row: the weighted means are the mean over all targets."""
     rows = rows_of(talks, 40)
     counts = rows.counts[np.arange(4) % len(rows)] if len(rows) < 4 else rows.counts
@@ -437,7 +437,7 @@ def test_short_conversations_are_validated_in_rows_with_tbptt_too(talks: Corpus)
     assert torch.equal(rows.y, with_tbptt.y)
 
 
-def test_tbptt_divides_no_conversation(talks: Corpus) -> None:
+def test_tbptt_never_divides_a_conversation(talks: Corpus) -> None:
     """This holds for any number of streams."""
     assert len(DocumentChunks(talks.train, 0, 8, streams=10, learnt=talks.learnt)) == len(TALKS) - 1
 

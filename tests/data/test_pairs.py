@@ -47,7 +47,7 @@ def join_parts(parts: list[tuple[str, bool]]) -> tuple[str, str]:
     {"conversations": [{"from": "human", "value": "ask"}], "chosen": {"from": "gpt", "value": "good"},
      "rejected": {"from": "gpt", "value": "bad"}},
 ])
-def test_every_form_is_the_same_pair(entry: dict[str, Any]) -> None:
+def test_every_format_gives_the_same_pair(entry: dict[str, Any]) -> None:
     template = chat_template("world")
     chosen, rejected = parts_of_pair(entry, "here", template)
     for parts, answer in ((chosen, GOOD), (rejected, BAD)):
@@ -58,7 +58,7 @@ def test_every_form_is_the_same_pair(entry: dict[str, Any]) -> None:
     {"prompt": FIRST, "chosen": [GOOD], "rejected": [BAD]}, {"chosen": [*FIRST, GOOD], "rejected": [*FIRST, BAD]},
     {"prompt": "ask", "history": [["hi", "hello"]], "chosen": "good", "rejected": "bad"},
 ])
-def test_the_answers_that_both_begin_with_are_not_learnt(entry: dict[str, Any]) -> None:
+def test_answers_that_both_texts_begin_with_are_not_learnt(entry: dict[str, Any]) -> None:
     template = chat_template("world")
     for parts, answer in zip(parts_of_pair(entry, "here", template), (GOOD, BAD), strict=True):
         text, learnt = join_parts(parts)
@@ -102,7 +102,7 @@ def test_an_answer_that_is_json_stays_a_text(text: str) -> None:
     {"chosen": [QUESTION, GOOD], "rejected": [SYSTEM, QUESTION, BAD]}, {"chosen": [QUESTION], "rejected": [QUESTION]},
     {"prompt": "ask", "chosen": [GOOD, QUESTION], "rejected": [BAD]}, {"prompt": "ask", "chosen": [], "rejected": [BAD]},
 ])
-def test_what_is_no_pair_is_refused_with_its_place(entry: dict[str, Any]) -> None:
+def test_an_entry_that_is_not_a_pair_is_refused_with_its_place(entry: dict[str, Any]) -> None:
     with pytest.raises(UserError) as error:
         parts_of_pair(entry, "here", chat_template("world"))
     assert "here: " in str(error.value)
@@ -146,7 +146,7 @@ def test_pairs_and_conversations_of_one_file_are_cached_apart(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("val_tokens", [1, 60, 10_000])
-def test_a_part_of_the_held_out_pairs_is_whole_pairs(tmp_path: Path, val_tokens: int) -> None:
+def test_a_part_of_the_held_out_pairs_consists_of_whole_pairs(tmp_path: Path, val_tokens: int) -> None:
     whole = corpus(tmp_path, ENTRIES, val_fraction=0.5)
     part = limit_validation(whole, val_tokens, 64)
     assert part.conversations is not None
@@ -157,7 +157,8 @@ def test_a_part_of_the_held_out_pairs_is_whole_pairs(tmp_path: Path, val_tokens:
 
 @settings(max_examples=40, deadline=None)
 @given(lengths=st.lists(st.tuples(st.integers(3, 20), st.integers(3, 20)), min_size=1, max_size=12), T=st.integers(8, 48))
-def test_rows_hold_whole_pairs_once(tmp_path_factory: pytest.TempPathFactory, lengths: list[tuple[int, int]], T: int) -> None:
+def test_rows_have_every_whole_pair_once(tmp_path_factory: pytest.TempPathFactory, lengths: list[tuple[int, int]],
+                                         T: int) -> None:
     """Each pair that fits is in one row, the chosen answer before the rejected one. The other pairs are counted."""
     folder = tmp_path_factory.mktemp("pairs")
     texts = [np.arange(100 * number, 100 * number + length, dtype=np.uint16)

@@ -112,7 +112,8 @@ def test_a_wide_vocabulary_takes_wider_integers(config: DataConfig) -> None:
     assert prepare(config, 16).train[:].dtype == np.uint32
 
 
-def test_a_bpe_tokenizer_of_much_text_is_made_from_all_over_it(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bpe_tokenizer_of_a_long_text_is_trained_on_samples_from_all_of_it(config: DataConfig,
+                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rwkv.data.prepare.BPE_BYTES", 200_000)
     words = ("first", "second", "third")
     prepared = prepare(with_text(config, "".join(f" {word}\n" * 80_000 for word in words)), 16)
@@ -151,7 +152,7 @@ def test_a_tokenizer_that_loses_nothing_is_not_mentioned(config: DataConfig) -> 
     assert (prepared.sizes.val_lost.bytes, prepared.describe_lost()) == (0, None)
 
 
-def test_a_text_of_which_hardly_anything_is_left_is_refused_with_the_reason(config: DataConfig) -> None:
+def test_a_text_that_the_tokenizer_almost_loses_is_refused_with_the_reason(config: DataConfig) -> None:
     with pytest.raises(UserError, match=r"shorter than one context.* loses .*%"):
         prepare(config, 16, dropping("z"))
 
@@ -383,7 +384,7 @@ def test_a_long_text_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: 
     assert most < prepared.sizes.train_bytes / 4
 
 
-def test_a_text_too_short_once_tokenised_is_an_error(config: DataConfig) -> None:
+def test_a_text_with_too_few_tokens_is_an_error(config: DataConfig) -> None:
     with_text(config, "the same line again\n" * 300)
     with pytest.raises(UserError):
         prepare(config, 500)

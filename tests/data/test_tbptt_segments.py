@@ -140,7 +140,7 @@ def test_the_order_continues_from_any_place(folder: Path, sizes: list[int], layo
     assert list(resumed) == rest
 
 
-def test_a_stored_position_keeps_its_keys(folder: Path) -> None:
+def test_a_saved_position_keeps_its_keys(folder: Path) -> None:
     """Checkpoints of earlier versions hold these keys."""
     sampler = SegmentSampler(DocumentChunks(documents(folder, [9, 5]), END, 4, 2), 2, StepLayout(2), 20, seed=0)
     resumed = iter(sampler)
@@ -158,7 +158,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch(folder: Path) -> None:
 
 @FEWER
 @given(layout=LAYOUTS, size=st.integers(1, 200))
-def test_a_batch_counts_for_its_targets(folder: Path, layout: StepLayout, size: int) -> None:
+def test_a_batch_is_weighted_by_its_targets(folder: Path, layout: StepLayout, size: int) -> None:
     """The mean over processes and batches of weight times mean is the mean over all targets."""
     chunks = DocumentChunks(documents(folder, [1, size, 3]), END, 4, layout.streams)
     order = [iter(SegmentSampler(chunks, 2, layout._replace(rank=rank), layout.parts, 0)) for rank in range(layout.world)]
@@ -175,7 +175,7 @@ def test_one_long_document_is_read_at_a_different_place_in_each_stream(folder: P
     assert DocumentChunks(tokens, END, 4, 5).segments.tolist() == [20] * 5
 
 
-def test_without_end_of_text_between_documents_none_predicts_the_next(folder: Path) -> None:
+def test_without_end_of_text_no_document_predicts_the_next(folder: Path) -> None:
     ids = np.arange(1, 11, dtype=np.uint16)
     tokens = token_array_of(folder, ids[:6], ids[6:])
     assert sorted(first_epoch(tokens, 4, 1, StepLayout(1), 0)) == [2, 3, 4, 5, 6, 8, 9, 10]

@@ -55,7 +55,7 @@ def test_the_part_is_the_beginning_of_the_split(text: Corpus, tokens: int, ctx_l
 
 
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_a_character_that_the_end_cuts_has_the_bytes_before_the_end(tmp_path: Path, tokens: int) -> None:
+def test_a_character_cut_by_the_end_counts_its_bytes_before_the_end(tmp_path: Path, tokens: int) -> None:
     """The first id is end_of_text, and each of the others is a byte."""
     (tmp_path / "text.txt").write_text("你好世界" * 40, encoding="utf-8")
     corpus = prepare(DataConfig(name="text", path=str(tmp_path / "text.txt"), tokenizer="byte", val_fraction=0.5,
@@ -64,7 +64,7 @@ def test_a_character_that_the_end_cuts_has_the_bytes_before_the_end(tmp_path: Pa
 
 
 @given(st.integers(1, 900), st.sampled_from([8, 64, 512]))
-def test_a_part_of_conversations_has_whole_ones_with_an_answer(talks: Corpus, tokens: int, ctx_len: int) -> None:
+def test_a_part_of_conversations_has_only_whole_ones_with_an_answer(talks: Corpus, tokens: int, ctx_len: int) -> None:
     """The first conversation's answer begins after 270 bytes, so a row of 64 does not reach it."""
     part = limit_validation(talks, tokens, ctx_len)
     assert part.conversations is not None

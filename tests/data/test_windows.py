@@ -184,7 +184,7 @@ def assert_equal(batches: list[Tensor], expected: list[Tensor]) -> None:
     assert all(torch.equal(*pair) for pair in zip(batches, expected, strict=True))
 
 
-def test_loaders_leave_the_global_random_state_alone(config: DataConfig) -> None:
+def test_loaders_do_not_change_the_global_random_state(config: DataConfig) -> None:
     data, before = module(config), torch.get_rng_state()
     for loader in (data.train_dataloader(), data.val_dataloader()):
         next(iter(loader))

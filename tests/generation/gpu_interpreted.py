@@ -96,7 +96,7 @@ def test_a_step_computes_the_formulas(generation: str, monkeypatch: pytest.Monke
 
 
 @rwkv4_in_soak
-def test_rows_that_join_and_leave_are_pytorchs_in_float64(generation: str) -> None:
+def test_rows_that_join_and_leave_equal_pytorchs_in_float64(generation: str) -> None:
     model = model_of(generation)
     decoder, reference = GpuDecoder(model, model.empty_state(0)), Decoder(exact(model), model.empty_state(0))
     joined = 0
@@ -139,7 +139,7 @@ def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, format
 
 
 @rwkv4_in_soak
-def test_a_row_is_to_the_bit_what_it_is_in_any_bucket(generation: str) -> None:
+def test_a_row_has_the_same_bits_in_every_bucket(generation: str) -> None:
     model = model_of(generation)
     read = tokens(model, B=6, T=2)
     together = GpuDecoder(model, model.empty_state(6))
@@ -262,7 +262,7 @@ def test_after_an_engines_warm_up_no_graph_is_captured(monkeypatch: pytest.Monke
 
 
 @rwkv4_in_soak
-def test_a_model_that_nobody_has_is_freed_at_once(generation: str) -> None:
+def test_a_model_without_references_is_freed_at_once(generation: str) -> None:
     """The garbage collector is off, because the GPU may have no room for the next model until the collector runs."""
     model = model_of(generation, n_layer=1)
     decoder = GpuDecoder(model, model.empty_state(1))
@@ -277,7 +277,7 @@ def test_a_model_that_nobody_has_is_freed_at_once(generation: str) -> None:
 
 
 @each_generation
-def test_a_number_that_is_no_token_gives_nan(generation: str) -> None:
+def test_a_number_that_is_not_a_token_gives_nan(generation: str) -> None:
     decoder = GpuDecoder(model_of(generation), model_of(generation).empty_state(3))
     assert decoder.step(torch.tensor([1, 10**6, -1])).isfinite().all(1).tolist() == [True, False, False]
 
@@ -324,14 +324,14 @@ def assert_draws_match(n: int, seed: int, rows: int = 4) -> None:
         assert torch.equal(triton_v0.draw(logits, uniform, filters, bias), expected), (V, kind, filters, bias)
 
 
-def test_a_few_draws_are_those_of_c() -> None:
+def test_a_few_draws_equal_those_of_c() -> None:
     assert_draws_match(6, seed=1, rows=2)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2, 7))
-def test_2000_draws_are_those_of_c(seed: int) -> None:
+def test_2000_draws_equal_those_of_c(seed: int) -> None:
     assert_draws_match(100, seed)
 
 
@@ -366,7 +366,7 @@ def test_logits_that_are_not_finite_give_no_token() -> None:
         assert triton_v0.draw(logits, torch.full((4,), 0.5), filters, NO_BIAS)[1:].tolist() == [-1, -1, -1]
 
 
-def test_penalties_are_to_the_bit_those_of_the_host() -> None:
+def test_penalties_equal_those_of_the_host_bit_for_bit() -> None:
     torch.manual_seed(0)
     table = PenaltyTable(40, torch.device("cpu"))
     options = [Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.9),
@@ -407,7 +407,7 @@ def texts(model: RWKV, n: int = 5) -> list[tuple[str, str | None]]:
 
 
 @rwkv4_in_soak
-def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_equal_those_of_pytorchs_decoder(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The vocabulary fits in one block, because draws from several blocks are compared above."""
     monkeypatch.setattr(triton_v0, "BLOCK", 512)
     monkeypatch.setattr(triton_v0, "LISTED", 512)

@@ -54,14 +54,14 @@ def answer_of(chat: Chat, text: str) -> tuple[str, list[int], Engine]:
 
 @each_generation
 @pytest.mark.parametrize("template", ["world", "g1"])
-def test_answers_are_those_after_the_whole_conversation(generation: str, template: str) -> None:
+def test_answers_equal_those_after_the_whole_conversation(generation: str, template: str) -> None:
     chat = talk(generation, template)
     for text in TURNS:
         answer, _, _ = answer_of(chat, text)
         assert chat.messages[-1] == {"role": "assistant", "content": answer.strip()}
 
 
-def test_end_of_text_stands_after_the_answers_of_a_template_with_eos_token(tmp_path: Path) -> None:
+def test_end_of_text_follows_the_answers_of_a_template_with_eos_token(tmp_path: Path) -> None:
     (tmp_path / "eos.jinja").write_text("{% for m in messages %}{% if m.role == 'user' %}{{ '[Q]' + m.content + '[/Q]' }}"
                                         "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}")
     chat = talk(template=str(tmp_path / "eos.jinja"))
@@ -70,7 +70,7 @@ def test_end_of_text_stands_after_the_answers_of_a_template_with_eos_token(tmp_p
         assert ids.count(chat.tokenizer.end_of_text) == turn
 
 
-def test_a_turn_reads_its_new_words_alone() -> None:
+def test_a_turn_reads_only_its_new_words() -> None:
     """The template writes answers as the model did, so no token is read twice."""
     chat = talk()
     chat.model.head.weight.data.zero_()                          # all logits are equal, so the bias decides
@@ -104,7 +104,7 @@ def test_special_tokens_of_the_template(tmp_path: Path) -> None:
     assert chat.messages[-1]["content"] == "ab"
 
 
-def test_turns_are_read_as_the_whole_conversation_where_words_have_their_space(tmp_path: Path) -> None:
+def test_turns_equal_the_whole_conversation_if_words_include_their_space(tmp_path: Path) -> None:
     tokenizer = JsonTokenizer(sentencepiece_bpe())
     (tmp_path / "llama.jinja").write_text("{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else "
                                           "m.content + eos_token }}{% endfor %}")
@@ -118,7 +118,7 @@ def test_turns_are_read_as_the_whole_conversation_where_words_have_their_space(t
     assert chat.stats.read == 1 + len(tokenizer.encode("[cab]"))         # 1 is end_of_text
 
 
-def test_undo_goes_back_to_a_kept_state() -> None:
+def test_undo_returns_to_a_saved_state() -> None:
     chat = talk()
     list(chat.say(TURNS[0]))
     before = list(chat.messages)
@@ -132,7 +132,7 @@ def test_undo_goes_back_to_a_kept_state() -> None:
     assert chat.stats.read == 0 or chat.stats.read <= read
 
 
-def test_retry_reads_nothing_and_takes_another_seed() -> None:
+def test_retry_reads_nothing_and_uses_another_seed() -> None:
     chat = talk(temperature=1.0)
     list(chat.say(TURNS[0]))
     first = chat.messages[-1]
@@ -153,7 +153,7 @@ def test_a_stopped_answer_is_a_turn() -> None:
     assert len(chat._saved_results) == 1
 
 
-def test_ctrl_c_while_a_turn_is_read_takes_it_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_while_a_turn_is_read_undoes_the_turn(capsys: pytest.CaptureFixture[str]) -> None:
     chat = talk()
     chat.kept_bytes = 0                                          # this makes /retry read, too
     terminal = Terminal(chat)
@@ -191,8 +191,8 @@ def test_a_signal_that_is_not_ctrl_c_ends_the_program(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
-def test_the_prompt_is_on_the_terminal_where_answers_go_to_a_file(monkeypatch: pytest.MonkeyPatch,
-                                                                  capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_prompt_is_on_the_terminal_if_answers_go_to_a_file(monkeypatch: pytest.MonkeyPatch,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
     input_ = pytest.importorskip("prompt_toolkit.input")
     application = pytest.importorskip("prompt_toolkit.application")
     monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")     # the terminal answers no requests
@@ -214,7 +214,7 @@ def test_the_prompt_is_on_the_terminal_where_answers_go_to_a_file(monkeypatch: p
     os.close(reader)
 
 
-def test_a_path_is_no_command() -> None:
+def test_a_path_is_not_a_command() -> None:
     chat = talk()
     assert Terminal(chat).turn("/etc/hosts has which lines?")
     assert chat.messages[0]["content"] == "/etc/hosts has which lines?"
@@ -239,7 +239,7 @@ def test_nothing_to_undo_or_retry(change: Callable[[Chat], object]) -> None:
         change(talk())
 
 
-def test_the_system_message_stays_at_a_reset() -> None:
+def test_a_reset_keeps_the_system_message() -> None:
     chat = talk()
     chat.reset("Be brief.")
     list(chat.say("Hi"))
@@ -286,7 +286,7 @@ def test_options_of_sampling_are_set_as_on_the_command_line(capsys: pytest.Captu
     assert chat.sampling == Sampling(temperature=0, top_p=1.0)
 
 
-def test_penalties_are_those_of_the_conversation_however_much_of_it_was_read_before(tmp_path: Path) -> None:
+def test_penalties_count_the_conversation_however_much_of_it_was_read_before(tmp_path: Path) -> None:
     """repetition_penalty counts all that was said, and the other penalties count each answer alone.
 
     The penalties are the same after a conversation was saved and loaded.
@@ -329,7 +329,7 @@ def test_half_a_character_in_a_saved_conversation_is_replaced(tmp_path: Path) ->
     assert terminal.turn("Hi")
 
 
-def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written_is_a_user_s_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not Terminal(talk()).turn(f"/save {tmp_path}")
     assert capsys.readouterr().err == f"error: cannot write {tmp_path}: {os.strerror(errno.EISDIR)}\n"
 
@@ -371,7 +371,7 @@ def thinker(template: str, *rows: list[bytes]) -> Chat:
     return Chat(model, tokenizer, chat_template(template), Sampling(temperature=0), 60)
 
 
-def test_thoughts_are_apart_in_the_history_and_are_read_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_thoughts_are_separate_in_the_history_and_are_read_once(capsys: pytest.CaptureFixture[str]) -> None:
     """The template writes thoughts as the model does, so the next turn reads only its new words."""
     chat = thinker("g1", [b":", b" Yes"], [b"k", b">\nHm", b". So</thi", b"nk>", b"\nNo", b"\n\nUser:"])
     terminal = Terminal(chat)
@@ -388,7 +388,7 @@ def test_thoughts_are_apart_in_the_history_and_are_read_once(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("template", ["g1", "flower"])
-def test_a_turn_with_thoughts_reads_its_new_words_alone(template: str) -> None:
+def test_a_turn_with_thoughts_reads_only_its_new_words(template: str) -> None:
     end = b"\n\nUser:" if template == "g1" else "✿".encode()
     chat = thinker(template, [b"k", b">\nHm.", b"\n</think>\n", b"No", end])
     chat.think = True
@@ -414,7 +414,7 @@ def test_thoughts_that_are_cut_or_empty(capsys: pytest.CaptureFixture[str]) -> N
     assert chat.messages[-1] == {"role": "assistant", "reasoning_content": "Hm. So on", "content": ""}
 
 
-def test_think_is_one_of_three(capsys: pytest.CaptureFixture[str]) -> None:
+def test_think_has_three_values(capsys: pytest.CaptureFixture[str]) -> None:
     chat = thinker("g1", [b"k", b">", b"\n4"])
     terminal = Terminal(chat)
     assert terminal.turn("/think fake")

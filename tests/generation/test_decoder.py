@@ -30,7 +30,7 @@ def model_in(dtype: str, generation: str = "rwkv4", **sizes: int) -> RWKV:
 @pytest.mark.parametrize(("dtype", "allowed"), [("float32", 1e-5), ("int8", 1e-4), ("int4", 1e-5), ("bfloat16", 0.1),
                                                 pytest.param("float64", 1e-5, marks=pytest.mark.thorough)])
 @torch.no_grad()
-def test_steps_are_the_models_own(dtype: str, allowed: float, generation: str) -> None:
+def test_steps_equal_the_models_own(dtype: str, allowed: float, generation: str) -> None:
     """In bfloat16 each operation may round differently, so logits of order 1 differ by a few times 2^-8."""
     model = model_in(dtype, generation)
     several = tokens(model, B=3, T=20)
@@ -101,7 +101,7 @@ def int8_kernel(request: pytest.FixtureRequest) -> None:
 @pytest.mark.usefixtures("int8_kernel")
 @pytest.mark.parametrize(("bits", "non_negative", "allowed"), [
     (8, False, 0.015), pytest.param(8, True, 0.015, marks=NEEDS_VNNI), (7, False, 0.025), (7, True, 0.025)])
-def test_int8_products_are_near_and_rows_independent(bits: int, non_negative: bool, allowed: float) -> None:
+def test_int8_products_are_close_and_rows_independent(bits: int, non_negative: bool, allowed: float) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(40, 64), torch.randn(5, 3, 64) * torch.logspace(-3, 3, 5)[:, None, None]
     x = x.relu() if non_negative else x
@@ -135,7 +135,7 @@ def test_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_nega
 
 @pytest.mark.skipif(why_not("matvec", "c_v0") is not None, reason=str(why_not("matvec", "c_v0")))
 @pytest.mark.parametrize("rows", [1, 5, 70])
-def test_int8_with_a_sign_has_the_products_of_its_integers(rows: int) -> None:
+def test_signed_int8_has_the_products_of_its_integers(rows: int) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(33, 1000), torch.randn(rows, 1000)
     layer = Int8Linear(weight)
@@ -149,7 +149,7 @@ def test_int8_with_a_sign_has_the_products_of_its_integers(rows: int) -> None:
 
 
 @IN_BOTH
-def test_an_int8_weight_is_in_memory_once() -> None:
+def test_an_int8_weight_is_only_once_in_memory() -> None:
     """Training needs the weight in FBGEMM's order, and generation needs the weight row by row."""
     weight = torch.randn(40, 64)
     trained = Int8Linear(weight, in_c=False)
@@ -178,7 +178,7 @@ def test_an_int8_model_is_not_saved_and_says_why(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("int8_kernel")
 @pytest.mark.parametrize(("generation", "allowed"), [("rwkv4", 0.05), ("rwkv7", 0.1)])
 @torch.no_grad()
-def test_an_int8_model_is_near_and_gives_a_batch_to_the_bit(generation: str, allowed: float) -> None:
+def test_an_int8_model_is_close_and_a_batch_equals_its_rows_bit_for_bit(generation: str, allowed: float) -> None:
     model = small_model("reference", generation=generation, n_embd=64).requires_grad_(False)
     several, exact = tokens(model, B=3, T=16), model(tokens(model, B=3, T=16))[0]
     quantized = to_int8(model)
@@ -191,7 +191,7 @@ def test_an_int8_model_is_near_and_gives_a_batch_to_the_bit(generation: str, all
 @pytest.mark.usefixtures("int8_kernel")
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 @torch.no_grad()
-def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(dtype: str) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: str) -> None:
     """The widths are whole vectors, because PyTorch computes exponentials of leftover elements in another way."""
     model = model_in(dtype, n_embd=64, n_ffn=128)
     several = tokens(model, B=8, T=12)

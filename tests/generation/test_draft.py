@@ -125,7 +125,7 @@ def test_a_draft_changes_no_bit(format: str, generation: str) -> None:
 
 @in_c
 @pytest.mark.parametrize("name", OTHER_OPTIONS)
-def test_every_option_of_sampling_stays_as_it_is(name: str) -> None:
+def test_a_draft_changes_no_sampling_option(name: str) -> None:
     model = model_in()
     of_penalties = {"frequency_penalty": 2.0} if name in ("penalty_decay", "no_penalty") else {}
     requests = [Request("abab", seed, StoppingCriteria(N), Sampling(**of_penalties | {name: OTHER_OPTIONS[name]}), 1,
@@ -141,7 +141,7 @@ def test_every_option_of_sampling_stays_as_it_is(name: str) -> None:
 @pytest.mark.parametrize("stopping", [
     StoppingCriteria(1), StoppingCriteria(2), StoppingCriteria(7), StoppingCriteria(N, stop=["c"]),
     StoppingCriteria(N, stop=["cde"]), StoppingCriteria(N, stop_tokens=[*b"d"])], ids=str)
-def test_a_sequence_ends_where_it_did(stopping: StoppingCriteria) -> None:
+def test_a_draft_does_not_change_where_a_sequence_ends(stopping: StoppingCriteria) -> None:
     """A sequence may also end in the middle of the accepted tokens.
 
     The cache and the state are then those without a draft.
@@ -235,7 +235,7 @@ def test_a_stream_that_is_cut_can_be_continued() -> None:
 
 
 @in_c
-def test_new_weights_act_from_the_next_pass_on() -> None:
+def test_new_weights_apply_from_the_next_pass_on() -> None:
     texts = []
     for draft in (None, Random({}, 0.0)):
         model = model_in()
@@ -325,7 +325,7 @@ def test_the_longest_and_then_the_latest_match_is_continued() -> None:
         assert after(text, 3) == b""
 
 
-def test_ngrams_follow_each_row_by_itself() -> None:
+def test_ngrams_follow_each_row_separately() -> None:
     draft = NGram()
     rows = [Row(index, Request(prompt), [*prompt.encode()], BYTES) for index, prompt in enumerate(["one two, one", "a b"])]
     assert bytes(draft.propose(rows[0], 4)) == b" two"
@@ -404,7 +404,7 @@ def test_a_wrong_estimate_of_the_cost_is_corrected(seconds: float, p: float, mea
     assert drawn / time > max(0.97, 0.85 * best if p >= 0.5 else 0.0)
 
 
-def test_more_is_proposed_the_more_is_accepted() -> None:
+def test_more_tokens_are_proposed_if_more_are_accepted() -> None:
     for seconds, at_80_percent, always_right in ((0.4, 1.2, 2), (0.2, 1.5, 3)):
         gains = []
         for p in (0.1, 0.6, 0.8, 0.95, 1.0):
@@ -477,12 +477,12 @@ def test_many_rows_have_no_draft() -> None:
 # What is no draft
 
 
-def test_a_draft_of_another_vocabulary_is_refused() -> None:
+def test_a_draft_with_another_vocabulary_is_refused() -> None:
     with pytest.raises(UserError, match="256"):
         ModelDraft(small_model(vocab_size=50), model_in(), BYTES)
 
 
-def test_a_draft_is_ignored_where_pytorch_steps() -> None:
+def test_a_draft_is_ignored_if_pytorch_computes_the_steps() -> None:
     model = model_in().double()
     requests = [Request("abab", 0, StoppingCriteria(N))]
     engine = Engine(model, BYTES, draft=NGram())

@@ -40,7 +40,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("program", ["generate", "chat", "serve"])
-def test_programs_take_a_draft(program: str) -> None:
+def test_programs_accept_a_draft(program: str) -> None:
     config = composed(program, "draft=ngram", "draft_tokens=5")
     assert (config.draft, config.draft_tokens) == ("ngram", 5)
     assert (composed(program).draft, composed(program).draft_tokens) == (None, 8)
@@ -72,8 +72,8 @@ def test_the_text_is_the_same_and_a_line_says_what_was_accepted(run: Run) -> Non
     (("draft=ngram", "draft_tokens=0"), ("draft_tokens", "at least 1")),
     (("draft=ngram", "draft_tokens=33"), ("draft_tokens", "at most 32")),
     (("draft_tokens=4",), ("draft_tokens requires draft=",))], ids=str)
-def test_a_file_that_is_no_draft_is_reported_in_one_sentence(run: Run, arguments: tuple[str, ...], words: tuple[str, ...],
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_not_a_draft_is_reported_in_one_sentence(run: Run, arguments: tuple[str, ...], words: tuple[str, ...],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before the model's weights are loaded."""
     from rwkv.pretrained import RWKV
 
@@ -84,7 +84,7 @@ def test_a_file_that_is_no_draft_is_reported_in_one_sentence(run: Run, arguments
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(("checkpoint", "draft"), [("wide.pth", "ngram"), ("wide.pth", "small.pth"),
                                                    ("model.pth", "narrow.pth")])
-def test_a_draft_is_ignored_with_a_line_where_pytorch_steps(run: Run, checkpoint: str, draft: str) -> None:
+def test_a_draft_is_ignored_with_a_line_if_pytorch_computes_the_steps(run: Run, checkpoint: str, draft: str) -> None:
     """The C library has no step for widths that are not multiples of 8."""
     arguments = (f"checkpoint={checkpoint}", *ARGUMENTS[1:])
     status, output, error = run("generate", *arguments, f"draft={draft}")

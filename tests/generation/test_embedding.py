@@ -20,7 +20,7 @@ TEXTS = ["a", "A cat.", "x" * (2 * CHUNK + 7), "", "A cat."]
 
 
 @pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
-def test_an_embedding_is_of_the_hidden_states(generation: str) -> None:
+def test_an_embedding_is_computed_from_the_hidden_states(generation: str) -> None:
     model = small_model("reference", generation=generation, vocab_size=256)
     for pooling in ("mean", "last"):
         vectors = embed(model, BYTES, TEXTS, pooling)
@@ -33,7 +33,7 @@ def test_an_embedding_is_of_the_hidden_states(generation: str) -> None:
         assert torch.equal(vectors[1], embed(model, BYTES, ["A cat."], pooling)[0])      # the text alone has the same bits
 
 
-def test_embeddings_leave_generated_texts_and_the_cache_alone() -> None:
+def test_embeddings_change_neither_generated_texts_nor_the_cache() -> None:
     model = small_model("reference", generation="rwkv7", vocab_size=256)
     cache = PrefixCache()
     alone = Engine(model, BYTES)

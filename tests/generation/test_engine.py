@@ -150,7 +150,7 @@ def test_a_changed_module_acts_on_every_token(change: Callable[[RWKV], Any]) -> 
 @pytest.mark.thorough
 @pytest.mark.parametrize("prompt", [PROMPT, ""])
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
-def test_the_pieces_are_the_text_of_the_tokens(tokenizer: Tokenizer, prompt: str) -> None:
+def test_the_pieces_join_to_the_text_of_the_tokens(tokenizer: Tokenizer, prompt: str) -> None:
     model, options = model_for(tokenizer), Sampling(0.9, 20, 0.95, banned=(0,))
     drawn_ids = by_hand(model, tokenizer.encode(prompt) or [tokenizer.end_of_text], 40, 3, options)
     assert len(drawn_ids) == 40
@@ -163,8 +163,8 @@ def test_the_pieces_are_the_text_of_the_tokens(tokenizer: Tokenizer, prompt: str
 @given(st.sampled_from(KERNELS), PROMPTS, st.lists(st.integers(0, 3), min_size=5, max_size=5), OPTIONS,
        st.lists(st.text("ab", min_size=1, max_size=2), max_size=2))
 @settings(max_examples=20, deadline=None)
-def test_a_text_of_a_batch_is_the_text_alone(kernel: str, prompts: list[str], seeds: list[int], options: dict[str, float],
-                                             stop: list[str]) -> None:
+def test_a_text_in_a_batch_equals_the_text_alone(kernel: str, prompts: list[str], seeds: list[int], options: dict[str, float],
+                                                 stop: list[str]) -> None:
     """Tokens and endings are the same at any batch size and position, under each kernel, when rows end at different times."""
     model, seeds = MODELS[kernel], seeds[:len(prompts)]
     together = generate_batch(model, BYTES, prompts, 12, seeds=seeds, stop=stop, **options)
@@ -186,7 +186,7 @@ def test_a_prefix_cache_changes_no_result(kernel: str, prompts: list[str], max_b
         assert cache.bytes <= max_bytes
 
 
-def test_what_is_in_the_cache_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_tokens_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache, chunks = MODELS["conv1d"], PrefixCache(), watch(monkeypatch)
     shared = [*b"a long prompt that all begin with; "]
     read_prompts(model, [shared], cache=cache)
@@ -195,7 +195,7 @@ def test_what_is_in_the_cache_is_not_read_again(monkeypatch: pytest.MonkeyPatch)
     assert chunks == [(1, len(shared)), (1, 1), (1, 2)]
 
 
-def test_an_empty_prompt_beside_another_after_a_context() -> None:
+def test_an_empty_prompt_and_another_prompt_after_a_context() -> None:
     model = MODELS["conv1d"]
     start = prefill(model, torch.tensor([[1, 2]]))
     empty, other = read_prompts(model, [[], [3]], start)
@@ -203,7 +203,7 @@ def test_an_empty_prompt_beside_another_after_a_context() -> None:
     assert_close(other, prefill(model, torch.tensor([[1, 2, 3]])))
 
 
-def test_the_cache_forgets_what_was_used_longest_ago() -> None:
+def test_the_cache_evicts_the_least_recently_used() -> None:
     context = prefill(MODELS["conv1d"], torch.tensor([[1]]))
     one = sum(part.nbytes for part in (context.logits, *context.state))
     cache = PrefixCache(2 * one)
@@ -248,7 +248,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 9), st.text("ab\n", max_size=30), s
 @pytest.mark.thorough
 @given(st.sampled_from(KERNELS), ARRIVALS)
 @settings(max_examples=12)
-def test_rows_join_and_leave_and_each_text_is_the_text_alone(kernel: str, arrivals: list[Any]) -> None:
+def test_rows_join_and_leave_and_each_text_equals_the_text_alone(kernel: str, arrivals: list[Any]) -> None:
     """Rows with options of their own and prompts of several chunks arrive between steps, and the first row is cancelled."""
     model = MODELS[kernel]
     with pytest.MonkeyPatch.context() as patch:
@@ -291,7 +291,7 @@ def test_a_prefill_that_is_abandoned_is_freed_at_once(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kernel", ["conv1d", "rwkv7"])
-def test_a_text_from_the_cache_is_the_text(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_from_the_cache_is_the_same_text(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second turn reads only the answer's last token and the new words."""
     model, cache = MODELS[kernel], PrefixCache()
     prompt = "a question of some length: "
@@ -330,7 +330,7 @@ def test_a_prompt_is_read_as_the_model_reads_it(length: int) -> None:
 
 
 @pytest.mark.parametrize("n_logprobs", [None, 2])
-def test_stages_of_a_chunk_are_the_chunk_to_the_bit(n_logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_read_in_stages_has_the_same_bits(n_logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = MODELS["rwkv7"], [*range(1, 60)]
     cut_into(monkeypatch, 32, prefill_module.ON_CPU.budget)
     whole = prefill(model, torch.tensor([ids]))
@@ -348,7 +348,7 @@ def test_stages_of_a_chunk_are_the_chunk_to_the_bit(n_logprobs: int | None, monk
     assert sum(len(own) for own, _, _ in reading.logprobs) == (0 if n_logprobs is None else len(ids) - 1)
 
 
-def test_a_prompt_delays_the_others_by_one_budget_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_delays_other_rows_by_at_most_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_into(monkeypatch, 24, 8)
     engine = Engine(MODELS["conv1d"], BYTES)
     engine.add_all([Request("ab", 0, StoppingCriteria(30), Sampling(banned=(0,)))])
@@ -387,7 +387,7 @@ def test_logprobs_of_a_prompt_and_of_each_token() -> None:
         assert [other["token"] for other in entry["top"]] == likelihoods.topk(2).indices.tolist()
 
 
-def test_rows_end_on_their_own() -> None:
+def test_rows_end_independently() -> None:
     model = saying("abcdefgh", "xy.", "12345678")
     first, second, third = generate_batch(model, BYTES, ["a", "x", "1"], 5, stop=["d", "y."], temperature=0)
     assert (first.text, first.finish_reason) == ("bc", "stop")
@@ -398,7 +398,7 @@ def test_rows_end_on_their_own() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_goes_on_after_its_prompt(kind: str, tmp_path: Path) -> None:
+def test_a_text_continues_its_prompt(kind: str, tmp_path: Path) -> None:
     """The prompt and the new text together are the text of all ids: in a stream, after a context, and in tokens' strings."""
     tokenizer = JsonTokenizer(KINDS[kind])
     model = following(tokenizer.vocab_size, tokenizer.encode("bad cab"), n_embd=64)
@@ -446,7 +446,7 @@ def test_each_end_of_text_and_special_stop_ends_a_text() -> None:
         assert sample.tokens == ([b] if reason != "length" else [b, end, b])
 
 
-def test_a_context_taken_in_the_middle_has_read_what_was_written() -> None:
+def test_a_context_taken_in_the_middle_has_read_the_text_so_far() -> None:
     model = MODELS["conv1d"]
     engine = Engine(model, BYTES)
     rows = engine.add_all([Request("ab", 0, StoppingCriteria(30), Sampling(banned=(0,)))])
@@ -466,7 +466,7 @@ def test_training_can_continue_a_context() -> None:
     assert model.emb.weight.grad is not None
 
 
-def test_an_iteration_that_was_left_can_be_continued() -> None:
+def test_an_abandoned_iteration_can_be_continued() -> None:
     options = {"repetition_penalty": 1.5, "temperature": 0.5}
     engine = Engine(MODELS["conv1d"], BYTES)
     rows = engine.add_all([Request(prompt, seed, StoppingCriteria(12), Sampling(**options))
@@ -484,7 +484,7 @@ def test_pieces_come_before_the_text_is_finished() -> None:
     assert next(pieces) == next(pieces) != ""
 
 
-def test_a_seed_is_a_text_and_no_other_random_state_is_touched() -> None:
+def test_a_seed_determines_the_text_and_no_other_random_state_changes() -> None:
     model, before = MODELS["conv1d"], torch.get_rng_state()
     first, again, other = ("".join(generate(model, BYTES, "x", 30, seed=seed)) for seed in (1, 1, 2))
     assert first == again != other
@@ -520,7 +520,7 @@ def test_a_wrong_option_of_a_batch_is_reported_in_one_sentence(options: dict[str
         generate_batch(MODELS["conv1d"], BYTES, **{"prompts": ["a"], **options})
 
 
-def test_numbers_of_numpy_are_numbers_and_no_prompts_are_no_texts() -> None:
+def test_numpy_numbers_are_numbers_and_no_prompts_give_no_texts() -> None:
     first = generate_batch(MODELS["conv1d"], BYTES, ["a", "b"], 5, seeds=[3, 4])
     assert generate_batch(MODELS["conv1d"], BYTES, ["a", "b"], np.int64(5), seeds=np.array([3, 4])) == first
     assert generate_batch(MODELS["conv1d"], BYTES, []) == []
@@ -544,7 +544,7 @@ def test_a_prompt_that_cannot_be_encoded_and_a_tokenizer_of_another_model_are_re
 
 @pytest.mark.parametrize("kernel", ["reference", "rwkv7"])
 @pytest.mark.parametrize("options", [Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5)], ids=str)
-def test_a_damaged_context_ends_its_own_row_and_no_other(kernel: str, options: Sampling) -> None:
+def test_a_damaged_context_ends_only_its_own_row(kernel: str, options: Sampling) -> None:
     """The logits of a damaged context may stop being finite at once, or where the state grows.
 
     The final context is kept or not, with log-probabilities or without.
@@ -577,7 +577,7 @@ def test_logits_of_the_model_that_are_not_finite_are_an_error() -> None:
 
 
 @torch.no_grad()
-def test_a_model_with_spare_tokens_never_says_them() -> None:
+def test_a_model_with_spare_tokens_never_generates_them() -> None:
     """Vocabularies are often padded: a token that the tokenizer lacks has no text."""
     model = always_predict(small_model("conv1d", vocab_size=300), 299)
     model.head.weight[ord("a")] = 50

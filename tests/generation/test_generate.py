@@ -74,7 +74,7 @@ def test_a_checkpoint_without_a_tokenizer_is_reported_in_one_sentence(run: Run) 
 
 
 @pytest.mark.parametrize("prompt", ["", "a=b, \"c'\n"])
-def test_standard_output_is_the_prompt_and_what_follows_it(run: Run, prompt: str) -> None:
+def test_standard_output_is_the_prompt_and_its_continuation(run: Run, prompt: str) -> None:
     status, output, error = run("generate", *CHECKPOINT, f"prompt={prompt}", "max_new_tokens=20")
     assert status == 0
     pattern = rf"^read {max(1, len(prompt))} tokens? in [\d.]+ s, wrote \d+ in [\d.]+ s( \(\d+ tokens/s after the first\))?$"
@@ -100,7 +100,7 @@ def test_smaller_dtypes_write_too(run: Run, dtype: str) -> None:
 
 
 @pytest.mark.thorough
-def test_many_prompts_are_the_same_texts_as_one_by_one(run: Run) -> None:
+def test_many_prompts_give_the_same_texts_as_one_by_one(run: Run) -> None:
     Path("prompts.txt").write_text("ab\nc, a\n", encoding="utf-8")
     Path("prompts.jsonl").write_text('{"prompt": "ab"}\n\n{"prompt": "c, a"}\n', encoding="utf-8")
     several = ("num_samples=2", "seed=5", "max_new_tokens=15", "banned=[0]")
@@ -145,7 +145,7 @@ def test_prompts_may_come_from_a_pipe() -> None:
     os.close(reader)
 
 
-def test_stop_strings_are_taken_as_typed_and_may_be_several(run: Run) -> None:
+def test_stop_strings_are_verbatim_and_may_be_several(run: Run) -> None:
     options = (*CHECKPOINT, "prompt=a", "banned=[0]", "max_new_tokens=200", "temperature=2", "seed=3")
     whole = run("generate", *options)[1]
     stopped = run("generate", *options, "stop=, ", "stop=\n")[1]
@@ -160,7 +160,7 @@ def test_only_a_strongly_biased_token_is_drawn(run: Run) -> None:
     assert run("generate", *CHECKPOINT, "prompt=a", "max_new_tokens=5", *biases)[1] == "abbbbb\n"
 
 
-def test_a_saved_state_continues_as_without_a_break(run: Run) -> None:
+def test_a_saved_state_continues_as_if_not_interrupted(run: Run) -> None:
     options = (*CHECKPOINT, "temperature=0", "banned=[0]")
     whole = run("generate", *options, "prompt=ab", "max_new_tokens=30")[1]
     first = run("generate", *options, "prompt=ab", "max_new_tokens=12", "save_state=kept.safetensors")[1]
@@ -192,7 +192,7 @@ def test_ctrl_c_keeps_what_was_written(run: Run) -> None:
 
 
 @pytest.mark.parametrize("files", [(), ("out=text.jsonl", "save_state=kept.safetensors")])
-def test_the_end_of_the_reader_is_not_an_error(run: Run, files: tuple[str, ...]) -> None:
+def test_a_closed_pipe_is_not_an_error(run: Run, files: tuple[str, ...]) -> None:
     """`python generate.py | head` ends without an error, and its files are whole nevertheless."""
     reader, writer = os.pipe()
     os.close(reader)

@@ -82,7 +82,7 @@ def allows(grammar: Grammar, text: str) -> bool:
 @example(2023, 2, 29)
 @example(1900, 2, 29)
 @example(2000, 2, 29)
-def test_a_date_is_one_of_the_calendar_s(year: int, month: int, day: int) -> None:
+def test_only_dates_of_the_calendar_are_allowed(year: int, month: int, day: int) -> None:
     try:
         exists = bool(date(year, month, day))
     except ValueError:
@@ -93,7 +93,7 @@ def test_a_date_is_one_of_the_calendar_s(year: int, month: int, day: int) -> Non
 
 
 @pytest.mark.parametrize("name", ["email", "hostname"])
-def test_addresses_have_the_lengths_that_they_may_have(name: str) -> None:
+def test_addresses_have_only_valid_lengths(name: str) -> None:
     before = "a" * 64 + "@" if name == "email" else ""
     room = 254 - len(before) if name == "email" else 253
     long = ".".join(["b" * 19] * 20)
@@ -120,12 +120,12 @@ def test_tokens_of_any_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [JsonTokenizer(tokenizer_files.wordpiece()), JsonTokenizer(tokenizer_files.wordlevel())])
-def test_tokens_without_bytes_of_their_own_are_refused(tokenizer: Tokenizer) -> None:
+def test_tokenizers_whose_tokens_have_no_bytes_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError):
         texts(Grammar.json_schema({}), tokenizer)
 
 
-def test_a_text_is_the_same_alone_in_a_batch_and_in_pieces() -> None:
+def test_a_text_is_the_same_alone_and_in_a_batch_and_in_pieces() -> None:
     grammars = [Grammar.json_schema(NAMED), None, Grammar.regex("[ab]{3,9}"), Grammar.json_schema(SCHEMAS[12])]
     options = {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {97: 2.0}}
     engine = Engine(MODEL, BYTES)
@@ -175,7 +175,7 @@ def test_thoughts_are_free() -> None:
     jsonschema_rs.validator_for(NAMED).validate(json.loads(answer))
 
 
-def test_what_is_banned_may_leave_no_token() -> None:
+def test_banned_tokens_may_leave_no_token() -> None:
     for sample in texts(Grammar.regex("ab*c"), banned=[*b"bc"]):
         assert (sample.text, sample.finish_reason) == ("a", NO_TOKEN)
 
@@ -198,7 +198,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_place(grammar: Grammar, pla
 
 @pytest.mark.parametrize("schema", [
     [], None, True, "text", {"properties": {"a": {"minProperties": 4}}}, {"properties": {"\n": {"type": "integer"}}}])
-def test_what_is_no_schema_or_has_mistakable_keys_is_refused(schema: Any) -> None:
+def test_invalid_schemas_and_ambiguous_keys_are_refused(schema: Any) -> None:
     with pytest.raises(UserError):
         Grammar.json_schema(schema)
 
@@ -220,7 +220,7 @@ def test_without_llguidance_a_sentence_says_how_to_install_it(monkeypatch: pytes
         assert "pip install" in str(error.value)
 
 
-def test_generate_py_has_the_options_of_grammars(tmp_path: Path) -> None:
+def test_generate_py_has_the_options_for_grammars(tmp_path: Path) -> None:
     schema, wrong, lark = (tmp_path / name for name in ("schema.json", "wrong.json", "words.lark"))
     schema.write_text(json.dumps(NAMED))
     wrong.write_text("{")

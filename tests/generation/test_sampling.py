@@ -86,7 +86,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     {"top_p": 0.9, "min_p": 0.05}, {"top_k": 30, "top_p": 0.8, "min_p": 0.1},
     {"order": "rwkv", "top_p": 0.9, "temperature": 0.7}, {"order": "rwkv", "temperature": 0.6},
     {"order": "rwkv", "top_k": 10, "top_p": 0.9, "temperature": 1.3}], ids=str)
-def test_a_draw_lies_where_its_random_number_does(draw: Draw | None, options: dict[str, Any], V: int) -> None:
+def test_a_drawn_token_is_the_one_at_its_random_number(draw: Draw | None, options: dict[str, Any], V: int) -> None:
     """The random number lies in the token's part of PyTorch's cumulative probabilities.
 
     Rounding in float32 moves each bound by up to 1e-5. The rows of the logits lie apart in memory.
@@ -111,9 +111,9 @@ TEMPERATURES = st.sampled_from([1e-30, 1e-6, 0.5, 1.0, 100.0, 1e6, 1e30])
 @given(st.lists(LOGITS, min_size=2, max_size=200), TEMPERATURES, st.sampled_from([0, 1, 2, 7, 300]),
        st.sampled_from([2e-30, 0.51, 0.97, 1.0]), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from(["hf", "rwkv"]),
        st.dictionaries(st.integers(0, 1), BIASES), st.booleans())
-def test_a_draw_is_that_of_float64_also_of_equal_tokens(draw: Draw | None, values: list[float], temperature: float, top_k: int,
-                                                        top_p: float, min_p: float, order: str, biases: dict[int, float],
-                                                        ban: bool) -> None:
+def test_a_draw_equals_that_of_float64_also_with_equal_tokens(draw: Draw | None, values: list[float], temperature: float,
+                                                              top_k: int, top_p: float, min_p: float, order: str,
+                                                              biases: dict[int, float], ban: bool) -> None:
     """Draws are compared at any temperature, where weights of different logits may be equal.
 
     A case within rounding of a bound is left out.
@@ -149,8 +149,8 @@ def test_a_draw_is_that_of_float64_also_of_equal_tokens(draw: Draw | None, value
     (300, {"top_k": 2, "order": "rwkv"}, {0, 1}),
     (3, {"min_p": 1.0}, {0, 1, 2}),
 ], ids=str)
-def test_of_equal_tokens_at_a_filters_bound_the_lower_ids_stay(draw: Draw | None, V: int, options: dict[str, Any],
-                                                               expected: set[int]) -> None:
+def test_filters_keep_the_lower_ids_of_equal_tokens(draw: Draw | None, V: int, options: dict[str, Any],
+                                                    expected: set[int]) -> None:
     """top_p drops a token if those before it sum to exactly top_p, as transformers does."""
     assert {*draw_tokens(draw, torch.zeros(V), 64, **options).tolist()} == expected
 
@@ -164,7 +164,7 @@ def penalties_of(options: Sampling, prompt: list[int], text: list[int]) -> Penal
 
 
 @pytest.mark.parametrize("name", OTHER_OPTIONS)
-def test_each_option_changes_what_is_drawn_as_in_pytorch(draw: Draw | None, name: str) -> None:
+def test_each_option_changes_draws_as_in_pytorch(draw: Draw | None, name: str) -> None:
     """Options that change penalties are tried beside other penalties."""
     rows = 100
     logits = torch.randn(rows, 12, generator=torch.Generator().manual_seed(0)) * 2
@@ -186,13 +186,13 @@ def test_a_banned_token_may_have_any_logit(draw: Draw | None, wrong: float) -> N
     assert set(draw_tokens(draw, torch.tensor([0.0, wrong, 0.0]), 50, banned=(1,)).tolist()) == {0, 2}
 
 
-def test_temperature_zero_takes_the_most_likely(draw: Draw | None) -> None:
+def test_temperature_zero_draws_the_most_likely_token(draw: Draw | None) -> None:
     assert support(draw, temperature=0) == {1}
     logits = torch.tensor([[0.0, 2.0], [3.0, -1.0]])
     assert next_tokens(logits, torch.zeros(2), Sampling(temperature=0), draw=draw).tolist() == [1, 0]
 
 
-def test_hugging_face_tempers_first_chatrwkv_last(draw: Draw | None) -> None:
+def test_hugging_face_applies_the_temperature_first_and_chatrwkv_last(draw: Draw | None) -> None:
     """At temperature 0.5, token 1 has 0.53 of the mass, and among the two most likely tokens it has 0.57.
 
     Both cover a top_p of 0.5.
@@ -206,8 +206,8 @@ def test_hugging_face_tempers_first_chatrwkv_last(draw: Draw | None) -> None:
 
 @given(st.integers(1, 3 * SHORTLIST), st.floats(0.05, 20), st.integers(0, 400), st.floats(0.01, 1.0), st.floats(0, 1),
        st.sampled_from(["hf", "rwkv"]), st.integers(0, 5))
-def test_the_distribution_is_that_of_float64(V: int, temperature: float, top_k: int, top_p: float, min_p: float, order: str,
-                                             seed: int) -> None:
+def test_the_distribution_equals_that_of_float64(V: int, temperature: float, top_k: int, top_p: float, min_p: float, order: str,
+                                                 seed: int) -> None:
     """The shortlist may hold any number of tokens. A token within rounding of a bound may be kept or dropped."""
     logits = np.random.default_rng(seed).normal(0, 2, V)
     options = Sampling(temperature, top_k, top_p, min_p, order=order)
@@ -228,7 +228,7 @@ def test_banned_tokens_never_come_and_biased_ones_more_often(draw: Draw | None) 
 
 
 @pytest.mark.parametrize("V", [4, 257, 1000])
-def test_a_bias_leaves_the_logits_as_they_are(draw: Draw | None, V: int) -> None:
+def test_a_bias_does_not_change_the_callers_logits(draw: Draw | None, V: int) -> None:
     """One token is biased and banned, and the rows are parts of longer rows."""
     memory = torch.randn(3, V + 100, generator=torch.Generator().manual_seed(0))
     before, logits = memory.clone(), memory[:, 50:50 + V]
@@ -250,7 +250,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_any_number_of_biases_takes_as_many_operations_as_one() -> None:
+def test_many_biases_take_as_many_operations_as_one() -> None:
     """A request may bias every token of the vocabulary, and all other sequences wait for its draw."""
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
     counts = []
@@ -342,7 +342,7 @@ def test_ids_outside_the_vocabulary_are_reported_in_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("N", [1, 511, 512, 513, 2000])
-def test_a_draw_is_where_the_cumulative_sum_exceeds_the_number(N: int) -> None:
+def test_the_cumulative_sum_exceeds_the_random_number_at_the_drawn_token(N: int) -> None:
     """The ends of [0, 1) are tried, too, and no token of probability 0 is drawn."""
     probabilities = torch.rand(40, N, generator=torch.Generator().manual_seed(0))
     probabilities[:, 1::2] = 0

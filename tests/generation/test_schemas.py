@@ -128,7 +128,7 @@ def is_finished(grammar: Grammar, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-def test_what_is_allowed(name: str) -> None:
+def test_a_schema_allows_exactly_its_texts(name: str) -> None:
     schema, allowed, forbidden = ENFORCED[name]
     grammar = Grammar.json_schema(schema)
     grammar.check()
@@ -214,7 +214,7 @@ def test_what_cannot_be_enforced_is_refused(name: str) -> None:
         assert not re.search("coerce|Unimplemented", str(error.value)), "these are the library's words"
 
 
-def test_a_required_name_that_may_not_occur_is_not_called_a_circle_alone() -> None:
+def test_the_error_for_a_required_but_excluded_name_says_so() -> None:
     with pytest.raises(UserError, match="the schema excludes what it requires"):
         Grammar.json_schema({**CLOSED, "properties": {"a": INTEGER}, "required": ["b"]}).check()
 
@@ -231,7 +231,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz :.,\n"
     (LETTERS, OBJECT), (LETTERS, {"type": "string"}), (LETTERS, INTEGER), (LETTERS + '{"', OBJECT),
     (LETTERS + '{}"', {**CLOSED, "properties": {"A": {"type": "null"}}, "required": ["A"]}),
     (LETTERS + '"', {"enum": ["xA", "y"]}), ('{}"', {"type": "boolean"})])
-def test_a_tokenizer_without_the_characters_is_refused(characters: str, schema: dict[str, Any]) -> None:
+def test_a_tokenizer_without_the_characters_of_a_schema_is_refused(characters: str, schema: dict[str, Any]) -> None:
     tokenizer = CharTokenizer(characters)
     model = small_model("conv1d", vocab_size=tokenizer.vocab_size)
     with pytest.raises(UserError, match=r"(?s)json_schema: .*tokenizer"):
@@ -252,7 +252,7 @@ def test_a_grammar_without_ends_is_refused() -> None:
             require_ends(grammar, cached_matchers(grammar, BYTES), BYTES)
 
 
-def test_more_parts_than_ten_have_their_own_names() -> None:
+def test_more_than_ten_parts_have_different_names() -> None:
     functions = [(f"f{i}", {**CLOSED, "properties": {"a": {"const": i}}, "required": ["a"]}, f"tools[{i}]") for i in range(25)]
     calls = Grammar.calls(('{"name":"', '","arguments":'), functions, "\n```")
     grammar = Grammar.json_schema({"const": "@part1"}).or_else(calls).or_else(Grammar.text_with_calls(functions[:3]))

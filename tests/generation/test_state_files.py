@@ -27,7 +27,7 @@ def state_file(tmp_path: Path) -> Path:
 
 
 @each_generation
-def test_a_context_comes_back_to_the_bit(tmp_path: Path, generation: str) -> None:
+def test_a_context_is_restored_bit_for_bit(tmp_path: Path, generation: str) -> None:
     model, state_file = small_model(vocab_size=256, generation=generation), tmp_path / "state.safetensors"
     expected = prefill(model, torch.tensor([[1, 2, 3]]))
     save_context(state_file, expected, model, BYTES)
@@ -47,7 +47,7 @@ def test_a_context_that_could_not_be_loaded_is_not_written(tmp_path: Path) -> No
 
 
 @each_generation
-def test_the_hash_is_of_the_weights_whatever_their_dtype(tmp_path: Path, generation: str) -> None:
+def test_the_hash_depends_on_the_weights_but_not_on_their_dtype(tmp_path: Path, generation: str) -> None:
     def model_of(seed: int = 0) -> RWKV:
         return small_model(vocab_size=256, seed=seed, generation=generation)
 
@@ -89,7 +89,7 @@ def test_a_missing_or_damaged_file_is_reported_in_one_sentence(state_file: Path)
 
 
 @pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
-def test_weights_are_no_state_and_the_error_names_their_option(name: str, tmp_path: Path) -> None:
+def test_weights_are_not_a_state_and_the_error_names_their_option(name: str, tmp_path: Path) -> None:
     model = small_model(vocab_size=256)
     model.save_pretrained(tmp_path / name)
     with pytest.raises(UserError, match="checkpoint="):

@@ -31,7 +31,7 @@ def first_complete(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 @given(st.lists(TEXTS, max_size=8), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
-def test_the_text_is_that_before_the_first_complete_stop(pieces: list[str], stops: list[str]) -> None:
+def test_the_text_ends_before_the_first_complete_stop_string(pieces: list[str], stops: list[str]) -> None:
     assert show(pieces, stops) == first_complete("".join(pieces), stops)
 
 

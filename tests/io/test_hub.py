@@ -151,7 +151,7 @@ def error_of(name: str, home: Path, endpoint: str, **variables: str) -> str:
     return process.stdout.strip()
 
 
-def test_a_file_and_directories_come_once_and_from_the_cache_then(server: HubServer, tmp_path: Path) -> None:
+def test_a_file_and_directories_are_downloaded_once_and_then_cached(server: HubServer, tmp_path: Path) -> None:
     server.requests.clear()
     names = ("org/files/old/rwkv7-g1a-0.1b.pth", "org/whole", "org/parts", "org/gguf-parts:Q8_0", "hf://org/one@main")
     paths, pinned, error = fetch(server, tmp_path, *names)
@@ -196,7 +196,7 @@ def test_a_download_whose_connection_breaks_is_resumed(server: HubServer, tmp_pa
     assert len(ranges) == 1              # one request asks for the rest
 
 
-def test_a_private_repository_takes_a_token(server: HubServer, tmp_path: Path) -> None:
+def test_a_private_repository_requires_a_token(server: HubServer, tmp_path: Path) -> None:
     for variables in ({}, {"HF_TOKEN": "hf_wrong"}):
         message = error_of("org/private/model.pth", tmp_path, server.endpoint, **variables)
         assert "org/private" in message

@@ -53,13 +53,13 @@ def test_an_adapter_is_not_replaced_by_its_merge() -> None:
     assert Path("lora.safetensors").read_bytes() == before
 
 
-def test_a_state_is_replaced_by_what_follows_it(run: Run) -> None:
+def test_a_state_may_be_replaced_by_its_continuation(run: Run) -> None:
     command = ("generate", "checkpoint=model.safetensors", "prompt=a", "max_new_tokens=2", "save_state=state.safetensors")
     assert run(*command)[0] == 0
     assert run(*command, "state=state.safetensors")[0] == 0
 
 
-def test_a_folders_own_files_and_others_in_it(tmp_path: Path) -> None:
+def test_a_folder_with_its_own_and_with_other_files(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     for name in ("checkpoints/last.ckpt", "config.yaml", "result.json"):
         (tmp_path / name).write_text("")
@@ -78,6 +78,6 @@ def test_a_folder_that_is_not_writable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "missing/out.json"])
-def test_a_folder_is_no_file(tmp_path: Path, name: str) -> None:
+def test_a_folder_is_not_a_file(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError):
         require_writable("out", tmp_path / name)

@@ -22,7 +22,7 @@ def send(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", STOPPING)
-def test_a_request_is_noted_once_and_then_ctrl_c_ends_at_once(number: int) -> None:
+def test_a_request_to_stop_is_recorded_and_the_next_ctrl_c_ends_at_once(number: int) -> None:
     received: list[int] = []
     with StopRequest(on_signal=received.append) as stop:
         assert not stop.requested
@@ -95,7 +95,7 @@ def test_a_signal_after_a_program_s_end_does_not_change_its_status(end: str, sta
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == status
 
 
-def test_a_wait_for_a_library_that_heeds_no_signal_is_ended() -> None:
+def test_waiting_for_a_library_that_ignores_signals_is_ended() -> None:
     """The library reads items without end. In the second case it does not return from the first."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for sleeps in (False, True):

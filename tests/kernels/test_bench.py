@@ -117,8 +117,8 @@ def test_a_kernel_of_wkv7_that_mixes_up_rows_of_the_batch_is_not_timed(capsys: p
     ("timex", (2, 3, 16), "conv1d", (2 * 3 * 16 * 17, 48 + 2 * 96), (2 * 2 * 3 * 16 * 17, 2 * 48 + 3 * 96)),
     ("wkv4", (2, 3, 5), "reference", (0, 3 * 30), (0, 5 * 30)),
     ("wkv7", (3, 4, 8, 20), "torch_chunk", (10 * 20 * 768, 7 * 1920 + 768), (32 * 20 * 768, 13 * 1920))])
-def test_flop_and_numbers_moved_are_those_of_the_formula(op: str, shape: tuple[int, ...], name: str, forward: tuple[int, int],
-                                                         backward: tuple[int, int]) -> None:
+def test_flop_and_numbers_moved_equal_the_formula(op: str, shape: tuple[int, ...], name: str, forward: tuple[int, int],
+                                                  backward: tuple[int, int]) -> None:
     passes = case_of(op)(*shape, "cpu").passes(name)[:2]
     assert [(part.flop, part.bytes / 4) for part in passes] == [forward, backward]
 
@@ -141,7 +141,7 @@ def test_backward_is_timed_alone() -> None:
     assert calls[1:] == ["forward", "backward", "backward"], "the first forward pass makes the graph that is kept"
 
 
-def test_a_gradient_with_a_function_of_its_own_is_timed_alone() -> None:
+def test_a_gradient_with_a_separate_function_is_timed_alone() -> None:
     with stub("timex", conv1d.forward, conv1d.backward, T_multiple=4) as name:
         vars(registry.load("timex", name))["grad_w"] = conv1d.grad_w
         passes = case_of("timex")(2, 3, 15, "cpu").passes(name)
@@ -204,7 +204,7 @@ def test_a_wrong_kernel_is_not_timed(forward: object, reason: str, capsys: pytes
 
 @pytest.mark.parametrize(("op", "shapes"), [("softmax", [(1, 2), (1, 3), (2, 3), (1, 16)]), ("timex", [(1, 1, 2), (1, 2, 3)]),
                                             ("wkv4", [(1, 1, 2), (1, 2, 3)]), ("wkv7", [(1, 1, 2, 3), (1, 1, 1, 2)])])
-def test_a_right_kernel_is_right_at_a_tiny_shape(op: str, shapes: list[tuple[int, ...]]) -> None:
+def test_a_correct_kernel_passes_at_a_tiny_shape(op: str, shapes: list[tuple[int, ...]]) -> None:
     name = "formula" if op in ("softmax", "timex") else "reference"
     for shape in shapes:
         assert not case_of(op)(*shape, "cpu", torch.float32).errors(name)[1], shape
@@ -228,7 +228,8 @@ def test_a_kernel_that_cannot_run_here_is_skipped_with_its_reason(capsys: pytest
     assert f"{first}, {second}:" in out, "one line for one reason"
 
 
-def test_kernels_that_all_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_selection_in_which_no_kernel_can_run_is_refused(monkeypatch: pytest.MonkeyPatch,
+                                                           capsys: pytest.CaptureFixture[str]) -> None:
     """Timing the baseline alone would end with exit status 0."""
     with stub(devices=("cuda",)) as first, stub(packages=("no_such_package",)) as second:
         error = usage_error(["timex", "--only", f"{first},{second}"], monkeypatch, capsys)
@@ -271,15 +272,15 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
 @pytest.mark.skipif(hardware.free_bytes("cpu") is None, reason="this system does not report its free memory")
 @pytest.mark.parametrize("op", registry.operators())
 @pytest.mark.parametrize("option", ["--shape", "--sweep"])
-def test_what_does_not_fit_into_memory_is_refused_before_anything_is_measured(
-        op: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_shape_beyond_memory_is_refused_before_anything_is_measured(op: str, option: str, monkeypatch: pytest.MonkeyPatch,
+                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["100000"] * len(case_of(op).AXES) if option == "--shape" else [str(10**13)]
     usage_error([op, option, ",".join(sizes)], monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("argument", ["dtype=bfloat16", "--dtpe=bfloat16", "dtype"])
-def test_an_unknown_argument_is_refused_with_the_option_that_is_near(argument: str, monkeypatch: pytest.MonkeyPatch,
-                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_argument_is_refused_with_the_nearest_option(argument: str, monkeypatch: pytest.MonkeyPatch,
+                                                                capsys: pytest.CaptureFixture[str]) -> None:
     assert "--dtype" in usage_error(["timex", argument], monkeypatch, capsys).partition(argument)[2]
 
 
@@ -326,7 +327,7 @@ def test_a_program_may_be_started_without_standard_output(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("command", [
     "kernels", pytest.param("kernels.bench pad --shape 1,2,2,1,1,1 --only torch_strips --seconds 0.001",
                             marks=pytest.mark.soak)])
-def test_a_closed_pipe_is_no_error(command: str) -> None:
+def test_a_closed_pipe_is_not_an_error(command: str) -> None:
     with subprocess.Popen([sys.executable, "-m", *command.split()], cwd=ROOT, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:
         process.stdout.close()           # the program has written nothing yet
@@ -343,7 +344,7 @@ def test_the_listing_names_everything_and_fits_the_screen(capsys: pytest.Capture
     assert max(map(len, out.splitlines())) < 128
 
 
-def test_every_implementation_has_an_idea_of_its_own() -> None:
+def test_every_implementation_has_a_different_idea() -> None:
     """Kernels of different back ends may share an idea, but kernels of one back end may not."""
     ideas = {(op, name): listing.idea(op, name) for op in registry.operators() for name in registry.names(op)}
     assert all(10 < len(idea) < 200 and idea.endswith(".") for idea in ideas.values()), ideas
@@ -353,7 +354,7 @@ def test_every_implementation_has_an_idea_of_its_own() -> None:
 # Tables and figures
 
 
-def test_the_tables_are_those_of_the_committed_results() -> None:
+def test_the_tables_match_the_committed_results() -> None:
     """Each operator's README is what python -m kernels.bench.tables writes."""
     reports = tables.read(tables.committed_reports())
     assert {report["op"] for report in reports} == set(registry.operators())

@@ -46,7 +46,7 @@ def test_another_reader_has_the_same_values(format: str) -> None:
 
 
 @each_format
-def test_its_error_is_at_most_that_of_plain_rounding(format: str) -> None:
+def test_the_error_is_at_most_that_of_rounding_without_moments(format: str) -> None:
     """k-quants are compared with int4, which has more bits, and blocks of 32 with those that the package gguf makes."""
     weight, plain = matrix(), torch.eye(K)
     if format.endswith("0"):
@@ -67,7 +67,7 @@ def test_calibration_changes_products_less(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q5_0"])
-def test_blocks_of_32_are_packed_again_to_the_bit(format: str) -> None:
+def test_blocks_of_32_are_repacked_bit_for_bit(format: str) -> None:
     """In such a block the value of the largest magnitude is the scale times the lowest integer."""
     weight = matrix()
     kind = gguf.GGMLQuantizationType[format.upper()]
@@ -86,7 +86,7 @@ def test_a_row_does_not_depend_on_the_others(format: str, monkeypatch: pytest.Mo
 
 
 @each_format
-def test_windows_are_rounded_for_themselves(format: str) -> None:
+def test_windows_are_rounded_independently(format: str) -> None:
     weight, M = matrix(), moments()
     halves = [M[:256, :256], M[256:, 256:]]
     both = quantise(weight, halves, format).dense()

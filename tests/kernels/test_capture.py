@@ -11,7 +11,7 @@ import torch
 from kernels.backends.graphs import capture
 
 
-def test_a_capture_that_fails_leaves_the_launches_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_capture_kernels_are_launched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise nothing could be generated on a GPU where a capture is impossible, as with CUDA_LAUNCH_BLOCKING=1."""
     streams = ["default"]
 

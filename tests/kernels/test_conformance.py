@@ -455,7 +455,7 @@ def test_the_same_bits_twice(case: tuple[Any, Any], device: str) -> None:
     assert same_bits(adapter.results(operator, inputs), adapter.results(operator, inputs))
 
 
-def test_inputs_are_left_as_they_were_and_are_not_the_outputs(case: tuple[Any, Any], device: str) -> None:
+def test_inputs_are_not_changed_and_are_not_the_outputs(case: tuple[Any, Any], device: str) -> None:
     adapter, operator = case
     inputs = adapter.inputs(adapter.medium, torch.float32, device)
     before = each_tensor(torch.clone, inputs)
@@ -595,7 +595,7 @@ def test_compiles_without_a_graph_break(case: tuple[Any, Any], device: str) -> N
         assert all(compare.err_ratio(*pair) <= 1e-6 for pair in zip(*grads, strict=True))
 
 
-def test_autocast_does_not_reach_inside(case: tuple[Any, Any], device: str) -> None:
+def test_autocast_does_not_affect_the_operator(case: tuple[Any, Any], device: str) -> None:
     """Float32 inputs are computed in float32 under autocast, in the backward pass as well."""
     adapter, operator = case
     inputs = adapter.inputs(adapter.medium, torch.float32, device)

@@ -72,7 +72,7 @@ def test_registers_shared_memory_and_spills(source: Source, arch: str, nvrtc: st
             assert not any(exceeds), f"{kernel} takes {taken}, more than {allowed}; if that is meant: {WRITE}"
 
 
-def test_the_table_has_no_kernel_that_is_not_there() -> None:
+def test_the_table_has_only_kernels_that_exist() -> None:
     known = {name_of(source) for source in sources()}
     assert {kernel.source for kernel in read_table()[1]} <= known, WRITE
 
@@ -105,7 +105,7 @@ def test_an_incomplete_cubin_is_compiled_again(source: Source, cache: Path, nvrt
     assert cuda._cached_cubin.__wrapped__(source, "sm_80") == cubin == path.read_bytes()[32:]
 
 
-def test_a_cache_folder_that_cannot_be_used_is_no_error(source: Source, cache: Path, nvrtc: str) -> None:
+def test_a_cache_folder_that_cannot_be_used_is_not_an_error(source: Source, cache: Path, nvrtc: str) -> None:
     cache.write_text("a file where the folder should be")
     assert cuda._cached_cubin.__wrapped__(source, "sm_80").startswith(b"\x7fELF")
 
@@ -119,7 +119,8 @@ def test_a_user_without_a_home_compiles_each_time(source: Source, nvrtc: str, mo
     assert not cuda.cache_folder().exists()
 
 
-def test_the_key_depends_on_all_that_a_cubin_depends_on(source: Source, nvrtc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_everything_that_determines_the_cubin(source: Source, nvrtc: str,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     other_macro = Source(str(source.path.parent / "small.py"), "small.cu", N=4)
     keys = [cuda._cache_key(source, "sm_80"), cuda._cache_key(source, "sm_90"), cuda._cache_key(other_macro, "sm_80")]
     header = source.path.parent / "twice.cuh"
@@ -130,7 +131,7 @@ def test_the_key_depends_on_all_that_a_cubin_depends_on(source: Source, nvrtc: s
     assert len(set(keys)) == len(keys)
 
 
-def test_what_cannot_be_compiled_is_shown(source: Source, nvrtc: str) -> None:
+def test_compiler_errors_are_shown(source: Source, nvrtc: str) -> None:
     with pytest.raises(KernelUnavailable, match=r"(?s)small\.cu for sm_30: .*gpu-architecture"):
         compile_cubin(source, "sm_30")
     source.path.write_text('extern "C" __global__ void broken(float* x) { x[0] = y; }')
@@ -228,7 +229,8 @@ def test_a_launch(source: Source, cache: Path, nvrtc: str, driver: ctypes.CDLL) 
         "launch 0x900000004 7,1,1 8,4,2 64 0x600000005 1"]
 
 
-def test_more_shared_memory_is_asked_for_and_never_less(source: Source, cache: Path, nvrtc: str, driver: ctypes.CDLL) -> None:
+def test_the_limit_on_shared_memory_is_raised_but_never_lowered(source: Source, cache: Path, nvrtc: str,
+                                                                driver: ctypes.CDLL) -> None:
     x = torch.zeros(1)
     for shared in (49152, 60000, 50000):
         source.launch("second", 1, 1, x, 0, 1.0, shared=shared)

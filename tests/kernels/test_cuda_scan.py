@@ -44,12 +44,12 @@ def test_output_state_and_gradients(name: str, shape: tuple[int, int, int], spre
 
 @pytest.mark.parametrize(("test", "arguments"), [
     (properties.test_finite_at_extreme_parameters, ()), (properties.test_y_lies_between_the_smallest_and_the_largest_v, ()),
-    (properties.test_range_of_the_convolution_form, ()), (properties.test_whole_is_chunks_is_steps, ()),
-    (properties.test_a_k_of_minus_infinity_weighs_nothing, ()), (properties.test_one_state_has_many_forms, ()),
+    (properties.test_range_of_the_convolution_form, ()), (properties.test_the_whole_sequence_equals_chunks_and_steps, ()),
+    (properties.test_a_k_of_minus_infinity_weighs_nothing, ()), (properties.test_one_state_has_many_representations, ()),
     (properties.test_finite_at_any_spread, ("+-1e7",)),
     *((properties.test_gradients_of_each_output_alone, (output,)) for output in ("y", "state")),
-    *((properties.test_the_first_step_is_its_own_v, (first,)) for first in (0.0, -200.0)),
-    *((properties.test_what_is_not_finite_shows_from_its_step_on, (where, value)) for where in "kv"
+    *((properties.test_the_first_output_is_its_own_v, (first,)) for first in (0.0, -200.0)),
+    *((properties.test_a_nonfinite_value_shows_from_its_step_on, (where, value)) for where in "kv"
       for value in (math.nan, math.inf)),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
 def test_properties(scan: WKV4, test: Callable[..., None], arguments: tuple[object, ...]) -> None:

@@ -36,8 +36,8 @@ def test_output_and_gradient(name: str, shape: tuple[int, ...], order: str, host
 
 
 @pytest.mark.parametrize("M", [8, 100, 1030])
-def test_what_is_not_finite_is_as_in_torch(softmax: Softmax, M: int) -> None:
-    properties.test_what_is_not_finite_is_as_in_torch(softmax, M, torch.float32, "cpu")
+def test_nonfinite_values_give_the_results_of_torch(softmax: Softmax, M: int) -> None:
+    properties.test_nonfinite_values_give_the_results_of_torch(softmax, M, torch.float32, "cpu")
 
 
 def test_the_result_may_be_written_to(softmax: Softmax) -> None:
@@ -45,7 +45,7 @@ def test_the_result_may_be_written_to(softmax: Softmax) -> None:
 
 
 @pytest.mark.parametrize("test", [
-    conformance.test_strided_inputs, conformance.test_inputs_are_left_as_they_were_and_are_not_the_outputs,
+    conformance.test_strided_inputs, conformance.test_inputs_are_not_changed_and_are_not_the_outputs,
     conformance.test_an_expanded_gradient, conformance.test_inputs_inside_a_larger_buffer,
     conformance.test_float64_is_exact_or_refused], ids=lambda test: test.__name__)
 def test_conforms(softmax: Softmax, test: Callable[[tuple[object, Softmax], str], None]) -> None:

@@ -35,7 +35,7 @@ def test_every_format_at_every_shape(matvec: MatVec) -> None:
             assert not misses(actual, cases.tolerance(matvec.name, format)), (format, shape)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(matvec: MatVec) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(matvec: MatVec) -> None:
     for format in formats_of(matvec):
         for shape in ((8, 33, 100), (5, 9, 4100), (17, 64, 768)):
             x, packed = cases.inputs(*shape, format=format)
@@ -62,7 +62,7 @@ def test_tiles_of_every_size_have_the_bits_of_single_rows(format: str, level: st
             assert torch.equal(matvec(x[:rows], packed), alone[:rows]), (N, K, rows)
 
 
-def test_several_products_at_once_are_the_same_to_the_bit(matvec: MatVec) -> None:
+def test_several_products_at_once_have_the_same_bits(matvec: MatVec) -> None:
     for format in formats_of(matvec):
         weights = [cases.inputs(1, N, 96, format, seed=N)[1] for N in (5, 64, 7, 33, 1)]
         x = torch.randn(5, 3, weights[0].K)
@@ -70,7 +70,7 @@ def test_several_products_at_once_are_the_same_to_the_bit(matvec: MatVec) -> Non
             assert torch.equal(y, matvec(rows, packed))
 
 
-def test_a_row_that_is_not_finite_gives_no_finite_number(matvec: MatVec) -> None:
+def test_a_row_that_is_not_finite_gives_no_finite_output(matvec: MatVec) -> None:
     for format, bad in product(formats_of(matvec), (float("nan"), float("inf"), -float("inf"))):
         x, packed = cases.inputs(3, 20, 768, format=format)
         x[1, 700] = bad
@@ -83,7 +83,7 @@ def test_a_format_that_an_implementation_lacks_is_reported_in_one_sentence() -> 
         MatVec("torch_linear")(x, packed)
 
 
-def test_int8_is_the_same_to_the_bit_in_all_implementations() -> None:
+def test_int8_has_the_same_bits_in_all_implementations() -> None:
     """All integers are as large as possible, so that a sum in float32 would round and a sum in 16 bits would overflow."""
     for non_negative in (True, False):
         packed = Int8.of(torch.full((3, 9000), -0.5), non_negative=non_negative)
@@ -96,7 +96,7 @@ def test_int8_is_the_same_to_the_bit_in_all_implementations() -> None:
 @in_c
 @each_level
 @pytest.mark.parametrize("rows", [1, 9])
-def test_int8_inputs_of_8_bits_with_a_sign_overflow_nowhere(level: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signed_8_bit_inputs_do_not_overflow(level: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "level", lambda: level)
     for K in (64, 9000, 9005):
         for value in (-0.5, 0.5):
@@ -107,7 +107,7 @@ def test_int8_inputs_of_8_bits_with_a_sign_overflow_nowhere(level: str, rows: in
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_int4_of_the_largest_numbers_overflows_nowhere(rows: int) -> None:
+def test_int4_of_the_largest_numbers_does_not_overflow(rows: int) -> None:
     x, weight = torch.ones(rows, 512), torch.ones(3, 512)
     weight[:, ::GROUP] = 0.0             # gives each group a range, in which all other elements are the largest integer
     packed = pack(weight, "int4")
@@ -134,13 +134,13 @@ def rounding(weight: torch.Tensor, format: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("format", PACKED)
-def test_a_packed_matrix_stands_for_one_nearby(format: str) -> None:
+def test_a_packed_matrix_is_close_to_the_original(format: str) -> None:
     weight = torch.randn(40, 70, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 40).unsqueeze(1)
     stands_for = pack(weight, format).dense()
     assert ((stands_for - weight).norm(dim=1) <= rounding(weight, format)).all()
 
 
-def test_int4_keeps_zeros_and_what_fits_exactly() -> None:
+def test_int4_keeps_zeros_and_values_that_fit_exactly() -> None:
     assert Int4.of(torch.zeros(3, 64)).dense().abs().max() < 1e-20
     steps = torch.arange(64.0).remainder(16).expand(2, 64)
     assert torch.equal(Int4.of(0.25 * steps).dense(), 0.25 * steps)
@@ -155,13 +155,13 @@ def test_every_implementation_unpacks_int4_to_the_same_bits(name: str, dtype: to
     assert torch.equal(MatVec(name).dense(packed, dtype), packed.dense(dtype))
 
 
-def test_a_packed_matrix_is_a_value() -> None:
+def test_a_copy_of_a_packed_matrix_gives_the_same_products() -> None:
     x, packed = cases.inputs(2, 9, 64, "int4")
     copied = packed.map(torch.clone)
     assert torch.equal(MatVec("c_v0")(x, copied), MatVec("c_v0")(x, packed))
 
 
-def test_a_float_that_has_the_format_already_is_not_copied() -> None:
+def test_a_matrix_that_has_the_format_already_is_not_copied() -> None:
     weight = torch.randn(4, 8)
     assert pack(weight, "float32").weight.data_ptr() == weight.data_ptr()
 
@@ -173,7 +173,7 @@ def test_a_matrix_that_cannot_be_packed_is_reported_in_one_sentence(weight: torc
         pack(weight, format)
 
 
-def test_a_sum_of_nothing_is_0(matvec: MatVec) -> None:
+def test_a_product_without_inputs_is_0(matvec: MatVec) -> None:
     for format in formats_of(matvec):
         x, packed = cases.inputs(2, 3, 0, format)
         assert torch.equal(matvec(x, packed), torch.zeros(2, 3))
@@ -194,7 +194,7 @@ def test_c_packs_as_pytorch_does(level: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @in_c
-def test_what_is_not_finite_stays_so_in_c() -> None:
+def test_nonfinite_values_stay_nonfinite_in_c() -> None:
     for bad, place, format in product((float("nan"), float("inf"), -float("inf")), (0, 36), (Int8, Int4)):
         weight = torch.randn(3, 37)
         weight[1, place] = bad
@@ -263,7 +263,7 @@ def test_bfloat16_products_of_float32_rows_have_the_same_bits_at_every_level(mon
             assert all(torch.equal(y, by_level[0]) for y in by_level)
 
 
-def test_int8_stays_by_output_where_inputs_have_a_sign_or_c_requires_it() -> None:
+def test_int8_stays_by_output_if_inputs_are_signed_or_c_requires_it() -> None:
     for packed in (Int8.of(torch.randn(16, 24)), Int8.of(torch.randn(16, 20), non_negative=True)):
         assert packed.stored_by_input() is packed
         assert not packed.by_input
@@ -312,7 +312,7 @@ def test_products_with_blocks_at_every_level(format: str, level: str, monkeypatc
 @in_c
 @each_level
 @pytest.mark.parametrize("rows", [1, 9])
-def test_the_largest_integers_of_blocks_overflow_nowhere(level: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_integers_of_blocks_do_not_overflow(level: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "level", lambda: level)
     x, one = torch.ones(rows, 512), torch.tensor([1.0], dtype=torch.float16).view(torch.uint8).tolist()
     for format, block, largest in (("q4_k", [*one, 0, 0, *[255] * 140], 15 * 63), ("q5_k", [*one, 0, 0, *[255] * 172], 31 * 63),

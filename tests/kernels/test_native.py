@@ -53,7 +53,7 @@ with_zig = pytest.mark.skipif(zig() is None, reason="needs zig's compiler (make 
 
 
 @pytest.mark.parametrize("target", native.TARGETS, ids=lambda target: f"{target.system}-{target.machine}")
-def test_a_library_is_of_its_sources(target: native.Target) -> None:
+def test_a_library_matches_its_sources(target: native.Target) -> None:
     """After a change of a source, `make native` must be run again."""
     is_current = build.sources_id().encode() in target.path.read_bytes()
     assert is_current, "run make native"
@@ -76,7 +76,7 @@ def test_the_compiler_makes_the_same_bytes_in_another_folder(target: native.Targ
 @pytest.mark.timeout(3600)
 @with_zig
 @in_c
-def test_nothing_undefined_happens_in_c(tmp_path: Path) -> None:
+def test_c_has_no_undefined_behaviour(tmp_path: Path) -> None:
     """Runs the tests of all C code with a library that ends the process at undefined behaviour (UBSan)."""
     for package in ("kernels", "rwkv", "tests"):
         shutil.copytree(build.ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -199,7 +199,7 @@ def in_child(queue: Any) -> None:
 
 @in_c
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
-def test_a_forked_child_has_threads_of_its_own(threads: Callable[[int], None]) -> None:
+def test_a_forked_child_starts_its_own_threads(threads: Callable[[int], None]) -> None:
     threads(3)
     y, _ = wkv4.WKV4("c_v0")(*wkv4_cases.inputs(3, 70, 100))
     context = multiprocessing.get_context("fork")
@@ -247,7 +247,7 @@ def test_the_build_needs_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("here", [native.Target("riscv64", "linux"), native.Target("x86_64", "plan9")], ids=str)
-def test_a_system_without_a_library_takes_another_kernel(here: native.Target, unavailable: pytest.MonkeyPatch) -> None:
+def test_a_system_without_a_library_uses_another_kernel(here: native.Target, unavailable: pytest.MonkeyPatch) -> None:
     unavailable.setattr(native, "_here", lambda: here)
     reason = why_not("wkv4", "c_v0")
     assert reason is not None
@@ -286,7 +286,7 @@ def test_every_function_exports_the_size_of_its_struct() -> None:
 
 
 @in_c
-def test_an_argument_in_python_alone_is_refused() -> None:
+def test_an_argument_that_only_python_has_is_refused() -> None:
     x, y = torch.arange(-2.0, 2.0), torch.empty(4)
     native.run("squared_relu_float32", 1, 4, x, None, y)
     assert y.tolist() == [0, 0, 0, 1]
@@ -305,7 +305,7 @@ def test_a_size_that_is_not_exported_is_reported_in_one_sentence() -> None:
 @with_zig
 @in_c
 @torch.no_grad()
-def test_a_field_in_c_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_that_only_c_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A struct of arguments, and a struct inside a model's struct, are compiled with an additional field, without products."""
     model = small_model("reference", generation="rwkv7")
     level = str(native.level())
@@ -350,7 +350,7 @@ def test_a_level_may_lack_the_one_before_it(unavailable: pytest.MonkeyPatch) -> 
     assert native.levels() == ("avx2", "avx512", "avx512bf16")
 
 
-def test_a_cpu_without_the_instructions_takes_another_kernel(unavailable: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_the_instructions_uses_another_kernel(unavailable: pytest.MonkeyPatch) -> None:
     class Old:
         def timemix_levels(self) -> int:
             return 0

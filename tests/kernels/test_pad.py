@@ -83,7 +83,7 @@ def page_formula(tile: Tensor, offset: int, pad_x: int, pad_y: int) -> Tensor:
     return image
 
 
-def test_the_formula_is_the_pages(device: str) -> None:
+def test_the_formula_equals_that_of_the_taichi_page(device: str) -> None:
     """The page's rows start 2 pad_y further down than those of a padding, which has the tile in its middle."""
     tile = cases.tile((4, 3))
     page = page_formula(tile, 2, 8, 7)
@@ -93,8 +93,8 @@ def test_the_formula_is_the_pages(device: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
-def test_nothing_is_written_beside_what_was_allocated(pad: BrickPadding, dtype: torch.dtype, device: str,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_outside_the_allocated_memory(pad: BrickPadding, dtype: torch.dtype, device: str,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     new_empty, guards = Tensor.new_empty, []
 
     def with_guards(like: Tensor, *shape: int) -> Tensor:
@@ -132,7 +132,7 @@ def test_a_tile_with_requires_grad_is_accepted_without_a_backward_pass() -> None
         assert FORMULA(torch.ones(3, 4, requires_grad=True), 1, 1).shape == (5, 6)
 
 
-def test_the_forms_of_a_padding() -> None:
+def test_padding_is_one_two_or_four_numbers() -> None:
     assert sides(3) == (3, 3, 3, 3)
     assert sides((1, 2)) == (1, 2, 1, 2)
     assert sides([1, 2, 3, 4]) == (1, 2, 3, 4)
@@ -156,7 +156,7 @@ def test_one_brick_on_each_side_unless_asked() -> None:
     assert torch.equal(BrickPad(tile, 2)(image), BrickPad(tile, 2, (5, 4))(image))
 
 
-def test_images_that_are_their_own_bricks() -> None:
+def test_images_may_be_their_own_bricks() -> None:
     images = cases.tile((2, 3, 4, 5), torch.uint8)
     assert torch.equal(BrickPad(None, 2, 9)(images), FORMULA(images, 2, 9))
 

@@ -158,7 +158,7 @@ def test_a_device_on_which_nothing_runs_is_named() -> None:
         TimeX("formula")(*(tensor.to("meta") for tensor in cases.inputs(2, 3, 4)))
 
 
-def test_a_device_that_is_not_there_is_named(without_gpu: None) -> None:
+def test_a_missing_device_is_named(without_gpu: None) -> None:
     with stub(devices=("cuda",)) as name:
         assert registry.why_not("timex", name, "cuda") == f"{name} on cuda requires a CUDA device, but torch finds none"
 

@@ -54,7 +54,7 @@ def test_a_convolution_that_is_unsound_in_a_quotient_is_refused(with_stubs: None
         assert name not in select.selectable("wkv4")
 
 
-def test_auto_takes_the_first_kernel_that_runs_and_says_why(without_gpu: None) -> None:
+def test_auto_selects_the_first_kernel_that_runs_and_says_why(without_gpu: None) -> None:
     """Without a GPU `auto` takes the last kernel of the order. float16 has the rule of bfloat16."""
     (first, *_, last), measured, _ = select.RULES["wkv4", "cuda", "bfloat16"]
     away = registry.why_not("wkv4", first, "cuda")
@@ -79,7 +79,7 @@ def test_auto_of_wkv7_follows_the_nearest_measured_size(heads: int, steps: int, 
     assert select.resolve("wkv7", "auto", "cpu", torch.bfloat16, size) == "c_v0"
 
 
-def test_auto_of_wkv7_passes_over_a_kernel_that_takes_no_heads_so_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_of_wkv7_skips_a_kernel_that_does_not_support_the_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(select, "why_not", lambda *args: None)
     size = select.Size(96, 1024, 512)
@@ -174,7 +174,7 @@ def test_the_rule_agrees_with_the_committed_results(key: tuple[str, str, str]) -
         assert ms[select.rule(*key, size).order[0]] <= NOISE * fastest, sizes
 
 
-def test_the_rules_by_size_hold_every_measured_size() -> None:
+def test_the_rules_by_size_have_every_measured_size() -> None:
     for (op, device, dtype), orders in select.BY_SIZE.items():
         shapes = [measured["shape"] for report in read(committed_reports())
                   if (report["op"], report["device"], report["dtype"]) == (op, device, dtype) for measured in report["shapes"]]
@@ -197,7 +197,7 @@ def test_an_unknown_kernel_lists_those_that_run_here(name: str) -> None:
 
 
 @pytest.mark.parametrize("operator", ["softmax", "timex"])
-def test_auto_is_unknown_where_there_is_no_rule(operator: str) -> None:
+def test_auto_is_unknown_without_a_rule(operator: str) -> None:
     with pytest.raises(UnknownKernel):
         select.select(operator, "auto")
 

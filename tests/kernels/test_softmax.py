@@ -49,7 +49,7 @@ def test_the_longest_row(softmax: Softmax, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("M", [8, 100, 1030])
-def test_what_is_not_finite_is_as_in_torch(softmax: Softmax, M: int, dtype: torch.dtype, device: str) -> None:
+def test_nonfinite_values_give_the_results_of_torch(softmax: Softmax, M: int, dtype: torch.dtype, device: str) -> None:
     """Rows with -inf, only -inf, +inf, NaN or the largest numbers have the same NaN and the same zeros as in PyTorch."""
     x = cases.special_rows(M, device, dtype).requires_grad_()
     y, expected, grad_y = softmax(x), torch.softmax(x, -1), torch.randn_like(x)
@@ -59,7 +59,7 @@ def test_what_is_not_finite_is_as_in_torch(softmax: Softmax, M: int, dtype: torc
     torch.testing.assert_close(*grads, rtol=RTOL[dtype], atol=2 * RTOL[dtype], equal_nan=True)
 
 
-def test_any_shape_adds_up_to_one_wherever_it_lies(softmax: Softmax, device: str) -> None:
+def test_rows_of_any_shape_and_offset_add_up_to_one(softmax: Softmax, device: str) -> None:
     """Adding a constant to a row changes the result only by the rounding of x."""
     draw = random.Random(0)
     for seed in range(10):

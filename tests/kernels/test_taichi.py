@@ -70,7 +70,7 @@ def folder_with_a_file(path: Path) -> None:
 @pytest.mark.parametrize("make", [
     pytest.param(folder_with_a_file, id="folder", marks=pytest.mark.soak), pytest.param(os.mkfifo, id="fifo"),
     pytest.param(lambda path: path.symlink_to("/no/such/file"), id="dangling", marks=pytest.mark.soak)])
-def test_a_cache_whose_list_is_no_file_is_not_used(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_cache_whose_list_is_not_a_file_is_not_used(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """With such a cache Taichi itself would abort or wait for ever."""
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -79,7 +79,7 @@ def test_a_cache_whose_list_is_no_file_is_not_used(tmp_path: Path, make: Callabl
     assert len(list(cache.iterdir())) == 1
 
 
-def test_the_cache_lies_where_taichis_variable_says(tmp_path: Path) -> None:
+def test_the_cache_is_where_taichis_variable_says(tmp_path: Path) -> None:
     assert softmax(tmp_path, apart=True, TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path / "new")) == ""
     assert list((tmp_path / "new").iterdir())
     assert softmax(tmp_path, TI_OFFLINE_CACHE_FILE_PATH=str(tmp_path / "none"), TI_OFFLINE_CACHE="0") == ""
@@ -87,7 +87,7 @@ def test_the_cache_lies_where_taichis_variable_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [pytest.param("default_fp=ti.f64", marks=pytest.mark.soak), "default_ip=ti.i64"])
-def test_a_taichi_of_other_numbers_is_refused(option: str, tmp_path: Path) -> None:
+def test_a_taichi_with_other_default_types_is_refused(option: str, tmp_path: Path) -> None:
     """Other code may have started Taichi with 64-bit defaults, and compiling for 64-bit integers would abort the process."""
     start = f"import taichi as ti\nti.init(arch=ti.cpu, {option}, log_level=ti.ERROR, offline_cache=False)"
     assert softmax(tmp_path, start).splitlines()[-1] == "refused"

@@ -72,7 +72,7 @@ def test_eps_is_added_to_every_element(timex: TimeX, device: str) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_is_not_hidden(timex: TimeX, value: float, device: str) -> None:
+def test_nonfinite_values_are_not_hidden(timex: TimeX, value: float, device: str) -> None:
     """The output is not finite from that step on, and finite in all other rows."""
     w, k = cases.inputs(2, 3, 140, device=device)
     k[1, 2, 70] = value
@@ -82,7 +82,7 @@ def test_what_is_not_finite_is_not_hidden(timex: TimeX, value: float, device: st
     assert actual[1, :2].all()
 
 
-def test_conv1d_takes_torchs_settings_of_tf32_as_they_are() -> None:
+def test_conv1d_works_with_torchs_newer_setting_of_tf32() -> None:
     """A process that has used the newer setting may not read the older setting any more."""
     convolutions = torch.backends.cudnn.conv     # type: ignore[attr-defined]
     before = convolutions.fp32_precision

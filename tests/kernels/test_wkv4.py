@@ -60,7 +60,7 @@ def the_sum(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state:
 
 @pytest.mark.parametrize("spread", [1.0, 5.0, 50.0])
 @pytest.mark.parametrize("of", ["y", "state"])
-def test_the_reference_is_the_sum(spread: float, of: str) -> None:
+def test_the_reference_equals_the_sum(spread: float, of: str) -> None:
     inputs = cases.inputs(2, 12, 3, spread, dtype=torch.float64)
     actual = errors(cases.results(REFERENCE, inputs, of), cases.results(the_sum, inputs, of))
     assert max(actual.values()) <= 1e-12, actual
@@ -123,7 +123,7 @@ def test_range_of_the_convolution_form(wkv: WKV4, device: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("spread", "y", "gradient"), [("+-5", 1e-6, 3e-5), ("+-23", 1e-6, 3e-5), ("+-43", 1e-5, 3e-5),
                                                        ("+-230", 1e-4, 3e-4)])
-def test_the_scans_are_right_at_any_spread(scan: WKV4, spread: str, y: float, gradient: float, device: str) -> None:
+def test_the_scans_are_correct_at_any_spread(scan: WKV4, spread: str, y: float, gradient: float, device: str) -> None:
     """The scans store exponents as integers.
 
     The reference stores them in float32, which rounds a number near 230 by up to 1.5e-5 at each step, so its bounds are larger.
@@ -161,7 +161,7 @@ def test_y_lies_between_the_smallest_and_the_largest_v(wkv: WKV4, device: str) -
 
 
 @pytest.mark.parametrize("first", [0.0, -200.0])
-def test_the_first_step_is_its_own_v(wkv: WKV4, first: float, device: str) -> None:
+def test_the_first_output_is_its_own_v(wkv: WKV4, first: float, device: str) -> None:
     """The first step averages only its own v, so value and gradient survive however small the weight is."""
     time_decay, time_first, k, v, _ = cases.inputs(3, 20, 4, device=device)
     k[:, 0] = first
@@ -172,7 +172,7 @@ def test_the_first_step_is_its_own_v(wkv: WKV4, first: float, device: str) -> No
     assert not grad[:, 1:].any()
 
 
-def test_whole_is_chunks_is_steps(wkv: WKV4, device: str) -> None:
+def test_the_whole_sequence_equals_chunks_and_steps(wkv: WKV4, device: str) -> None:
     check_whole_is_pieces(wkv, cases.inputs(3, 131, 5, device=device), (50, 1, 16, 64))
 
 
@@ -220,7 +220,7 @@ def reference_outputs(inputs: WKVInputs) -> dict[str, Tensor]:
     return outputs(*REFERENCE(*double(inputs)))
 
 
-def test_one_state_has_many_forms(wkv: WKV4, device: str) -> None:
+def test_one_state_has_many_representations(wkv: WKV4, device: str) -> None:
     time_decay, time_first, k, v, (a, b, p) = cases.inputs(3, 70, 4, device=device)
     here, there = (wkv(time_decay, time_first, k, v, state)
                    for state in (WKVState(a, b, p), WKVState(a * 2**10, b * 2**10, p - torch.tensor(2.0**10).log())))
@@ -228,7 +228,7 @@ def test_one_state_has_many_forms(wkv: WKV4, device: str) -> None:
 
 
 @pytest.mark.parametrize(("where", "value"), [("k", math.nan), ("k", math.inf), ("v", math.nan), ("v", math.inf)])
-def test_what_is_not_finite_shows_from_its_step_on(wkv: WKV4, where: str, value: float, device: str) -> None:
+def test_a_nonfinite_value_shows_from_its_step_on(wkv: WKV4, where: str, value: float, device: str) -> None:
     check_what_is_not_finite(wkv, where, value, 150, device)
 
 

@@ -74,7 +74,7 @@ def test_no_state_is_the_empty_state(device: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
-def test_pieces_of_a_sequence_give_what_the_whole_gives(wkv7: WKV7, device: str) -> None:
+def test_pieces_of_a_sequence_give_the_results_of_the_whole(wkv7: WKV7, device: str) -> None:
     """The gradients flow through the states between the pieces."""
     inputs = [tensor.requires_grad_() for tensor in cases.inputs(2, 75, 2, 64, device=device)]
 
@@ -109,7 +109,7 @@ def test_state_gradient_alone(wkv7: WKV7, device: str) -> None:
     assert all(err_ratio(*pair) < 1e-5 for pair in zip(actual, exact, strict=True))
 
 
-def test_where_nothing_is_read_and_where_nothing_has_come(wkv7: WKV7, device: str) -> None:
+def test_gradients_are_0_after_the_last_read_and_before_the_first_input(wkv7: WKV7, device: str) -> None:
     """After the last step that the loss reads, all gradients are 0.
 
     As long as the state and all v so far are 0, the gradients of r, log_w and a are 0.

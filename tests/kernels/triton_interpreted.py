@@ -97,7 +97,7 @@ def test_wkv_gradients_of_each_output_alone(loss_of: str) -> None:
     assert not misses(wkv_errors(wkv_cases.inputs(1, 18, 3), loss_of), wkv_cases.tolerance())
 
 
-def test_wkv_from_nothing() -> None:
+def test_wkv_from_the_empty_state() -> None:
     assert not misses(wkv_errors((*wkv_cases.inputs(1, 16, 3)[:4], None)), wkv_cases.tolerance())
 
 
@@ -118,12 +118,12 @@ def test_wkv_is_finite_at_the_limits() -> None:
 
 
 @pytest.mark.parametrize(("where", "value"), [("k", math.nan), ("v", math.inf)])
-def test_what_is_not_finite_shows_from_its_step_on(where: str, value: float) -> None:
+def test_a_nonfinite_value_shows_from_its_step_on(where: str, value: float) -> None:
     with np.errstate(all="ignore"):
         conformance.check_what_is_not_finite(WKV4("triton_scan"), where, value, 20, "cpu")
 
 
-def test_wkv_whole_is_pieces() -> None:
+def test_wkv_of_the_whole_equals_wkv_of_pieces() -> None:
     conformance.check_whole_is_pieces(WKV4("triton_scan"), wkv_cases.inputs(1, 23, 3), (17, 1, 5))
 
 
@@ -188,7 +188,7 @@ def test_wkv7_where_the_scale_changes_along_time(wkv7: WKV7, profile: str) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_wkv7_gradients_are_0_where_nothing_is_read_and_where_nothing_has_come(wkv7: WKV7, dtype: torch.dtype) -> None:
+def test_wkv7_gradients_are_0_after_the_last_read_and_before_the_first_input(wkv7: WKV7, dtype: torch.dtype) -> None:
     first_v, read = 9, 28
     sequences = [tensor.clone() for tensor in wkv7_cases.inputs(1, 45, 1, 16, dtype=dtype)]
     sequences[3][:, :first_v] = 0
@@ -232,7 +232,7 @@ def test_wkv7_in_pieces_and_without_gradients(wkv7: WKV7) -> None:
     assert all(err_ratio(*pair) < 5e-6 for pair in zip((torch.cat(ys, 1), state), expected, strict=True))
 
 
-def test_gpu_check_allows_what_a_kernel_rounds() -> None:
+def test_gpu_check_allows_the_rounding_of_a_kernel() -> None:
     """With the operator's tolerance, gpu_check would call the state of the default kernel wrong."""
     inputs = wkv7_cases.inputs(1, 40, 1, 16, dtype=torch.bfloat16)
     operator = WKV7("triton_v1")

@@ -36,7 +36,7 @@ def test_no_other_code_imports_a_generation() -> None:
     assert {name: hits for name, source in other_sources().items() if (hits := generation_imports(source))} == {}
 
 
-def test_no_other_code_asks_for_a_generation_by_name() -> None:
+def test_no_other_code_names_a_generation() -> None:
     assert generation_names('x = config.generation == "rwkv7" or op in ("wkv4",)') == {"rwkv7", "wkv4"}
     assert {name: hits for name, source in other_sources().items()
             if (hits := generation_names(source) - ALLOWED_NAMES.get(name, set()))} == {}

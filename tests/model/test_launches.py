@@ -112,7 +112,8 @@ def test_a_step_converts_no_weight_but_those_that_the_optimiser_has_changed(laun
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_the_head_has_one_product_each_way_and_no_pass_over_the_logits_but_the_kernels(launches: Launches, half: bool) -> None:
+def test_the_head_has_one_product_in_each_direction_and_only_the_kernels_read_the_logits(launches: Launches,
+                                                                                         half: bool) -> None:
     weight = torch.nn.Parameter(torch.randn(64, 16))
     hidden = torch.randn(600, 16, requires_grad=True)
     targets = torch.zeros(600, dtype=torch.long)

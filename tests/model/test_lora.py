@@ -160,7 +160,7 @@ def test_a_learnt_state_is_read_before_the_first_token() -> None:
     assert_same_logits(model, packed, torch.cat((model(ids[:, :5])[0], model(ids[:, 5:])[0]), 1))
 
 
-def test_a_learnt_state_is_no_part_of_the_fingerprint() -> None:
+def test_a_learnt_state_is_not_part_of_the_fingerprint() -> None:
     assert model_with_state().fingerprint() == small_model(generation="rwkv7").fingerprint()
 
 

@@ -95,7 +95,7 @@ def test_the_model_learns_with_the_gradient_of_plain_autograd() -> None:
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_nothing_to_predict_is_no_loss_and_no_gradient() -> None:
+def test_nothing_to_predict_gives_no_loss_and_no_gradient() -> None:
     for result in fused_loss(*problem(5, ignored=5), 0.3, confidence_penalty=0.2):
         assert not result.any()
 

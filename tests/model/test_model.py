@@ -41,7 +41,7 @@ def test_parallel_chunked_and_recurrent_forms_agree(generation: str, kernel: str
 
 
 @each_form
-def test_a_single_step_with_gradient_is_the_one_without(generation: str, kernel: str) -> None:
+def test_a_single_step_is_the_same_with_and_without_gradient(generation: str, kernel: str) -> None:
     """Without gradients the operator's step function computes a single step, and with gradients the kernel does."""
     model = small_model(kernel, generation=generation)
     _, state = model(tokens(model))
@@ -57,7 +57,7 @@ def test_a_single_step_with_gradient_is_the_one_without(generation: str, kernel:
 @each_generation
 @pytest.mark.parametrize("T", [1, 7])
 @torch.no_grad()
-def test_the_state_given_is_not_changed(T: int, generation: str) -> None:
+def test_the_input_state_is_not_changed(T: int, generation: str) -> None:
     model = small_model(generation=generation)
     for state in (model.empty_state(2), model(tokens(model))[1]):
         before = copy.deepcopy(state)
@@ -72,7 +72,7 @@ SIZES = {"rwkv4": {"n_att": 8}, "rwkv7": {"head_size": 4}}
 
 @each_generation
 @torch.no_grad()
-def test_the_state_has_the_shape_and_dtype_that_are_promised(generation: str) -> None:
+def test_the_state_has_the_documented_shape_and_dtype(generation: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = small_model(generation=generation, **SIZES[generation]).to(dtype)
         for state in (model.empty_state(2), model(tokens(model))[1]):
@@ -133,7 +133,7 @@ def test_packed_texts_do_not_see_each_other(generation: str, kernel: str) -> Non
 
 @each_generation
 @torch.no_grad()
-def test_prefill_is_the_last_position_and_rows_do_not_see_each_other(generation: str) -> None:
+def test_prefill_returns_the_last_position_and_rows_are_independent(generation: str) -> None:
     model = small_model(generation=generation)
     logits, state = model(tokens(model))
     last, after = model.prefill(tokens(model))
@@ -161,7 +161,7 @@ def test_gradients_of_each_sample(generation: str, kernel: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
-def test_a_trace_is_the_model() -> None:
+def test_a_trace_computes_the_model() -> None:
     """A trace has every layer and operator, and gives the same logits for other tokens."""
     model = small_model("torch_scan")
     ids = tokens(model)
@@ -190,7 +190,7 @@ IN_BF16 = {"rwkv4": ({}, 0.1), "rwkv7": ({"n_embd": 32, "head_size": 32}, 0.25)}
 
 @pytest.mark.thorough
 @each_form
-def test_bf16_autocast_is_close_and_trains(generation: str, kernel: str) -> None:
+def test_bf16_autocast_is_close_and_the_model_learns(generation: str, kernel: str) -> None:
     sizes, allowed = IN_BF16[generation]
     model = small_model(kernel, generation=generation, **sizes)
     task, x, y = LanguageModel(model, OptimConfig(), 1, 1), tokens(model), tokens(model, seed=2)

@@ -64,7 +64,7 @@ def test_a_copy_follows_every_change(change: Callable[[list[nn.Parameter]], None
     assert cache is not None
 
 
-def test_all_copies_are_brought_up_to_date_by_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_operation_updates_all_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = weights()
     WeightCache(parameters)
     rounded(HALF, parameters)
@@ -117,7 +117,7 @@ def train(generation: str, cached: bool) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @each_generation
-def test_training_is_the_same_to_the_bit(generation: str) -> None:
+def test_training_is_the_same_bit_for_bit(generation: str) -> None:
     for one, other in zip(train(generation, True), train(generation, False), strict=True):
         assert all(map(torch.equal, one, other))
 

@@ -102,7 +102,7 @@ def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str,
 
 
 @torch.no_grad()
-def test_what_was_read_with_other_weights_is_not_taken_from_a_cache() -> None:
+def test_a_cache_does_not_return_states_of_other_weights() -> None:
     model, cache = frozen(), PrefixCache()
     chat = Chat(model, BYTES, chat_template("world"), Sampling(), 3)
     options = {"prompt": "a prompt", "max_new_tokens": 8, "temperature": 0}
@@ -117,7 +117,7 @@ def test_what_was_read_with_other_weights_is_not_taken_from_a_cache() -> None:
 
 
 @torch.no_grad()
-def test_a_learnt_state_that_a_model_gets_is_read_in_place_of_a_cache() -> None:
+def test_a_new_learnt_state_replaces_cached_states() -> None:
     model, cache = frozen(generation="rwkv7"), PrefixCache()
     options = {"prompt": "a prompt", "max_new_tokens": 8, "temperature": 0}
     before = list(generate(model, BYTES, cache=cache, **options))
@@ -171,7 +171,7 @@ def test_the_cached_step_keeps_no_weight_in_memory() -> None:
         assert storage.expired(), name
 
 
-def test_there_are_no_copies_that_would_change_a_number() -> None:
+def test_no_copy_is_made_that_would_change_a_number() -> None:
     """exact_copies() returns None if a weight does not fit bfloat16."""
     model = frozen()
     model.head.weight[:] = 1 + 2**-20
@@ -179,7 +179,7 @@ def test_there_are_no_copies_that_would_change_a_number() -> None:
     assert not step_of(model).reads_copies
 
 
-def test_there_are_no_copies_of_weights_whose_changes_are_not_counted() -> None:
+def test_no_copy_is_made_of_weights_whose_changes_are_not_counted() -> None:
     """exact_copies() returns None for weights made in inference mode, because PyTorch does not count their changes."""
     model = frozen()
     with torch.inference_mode():
@@ -187,7 +187,7 @@ def test_there_are_no_copies_of_weights_whose_changes_are_not_counted() -> None:
     assert exact_copies(matrices(model)) is None
 
 
-def test_there_are_no_copies_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_is_made_if_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """exact_copies() returns None if memory does not suffice."""
     model = frozen()
     monkeypatch.setattr(weights_watch, "available_memory", lambda: 1000)

@@ -43,12 +43,12 @@ def test_the_tests_try_every_option() -> None:
 
 
 @pytest.mark.parametrize("program", SAMPLERS)
-def test_the_command_line_takes_every_option(program: str) -> None:
+def test_the_command_line_accepts_every_option(program: str) -> None:
     config = composed(program, "sampling=default", *(f"{name}={format_value(name)}" for name in NAMES))
     assert Sampling.from_config(config) == Sampling(**OTHER_OPTIONS)
 
 
-def test_requests_take_every_option() -> None:
+def test_requests_accept_every_option() -> None:
     pytest.importorskip("msgspec")
     from rwkv.serving.api import ENDPOINTS
     from rwkv.serving.openapi import document
@@ -66,7 +66,7 @@ def test_requests_take_every_option() -> None:
             item.name: item.metadata["help"] for item in fields(Sampling)}
 
 
-def test_a_request_has_the_server_s_options_where_it_gives_none() -> None:
+def test_a_request_without_options_has_the_server_s() -> None:
     pytest.importorskip("msgspec")
     from rwkv.serving.schema import CompletionRequest, read
 
@@ -113,14 +113,14 @@ def test_the_filters_in_c_are_options() -> None:
 
 @pytest.mark.parametrize(("program", "preset"), [*((SAMPLERS[0], preset) for preset in cli.choices("sampling")),
                                                  *((program, "g1_think") for program in SAMPLERS[1:])])
-def test_a_preset_sets_what_its_file_says_and_given_options_override_it(program: str, preset: str) -> None:
+def test_a_preset_sets_the_options_in_its_file_and_the_user_s_options_override_it(program: str, preset: str) -> None:
     config = composed(program, f"sampling={preset}", "top_k=7")
     preset_options = cli.preset("sampling", preset)
     assert config.sampling == preset_options.pop("sampling") == preset
     assert Sampling.from_config(config) == Sampling(**{**preset_options, "top_k": 7})
 
 
-def test_the_presets_of_g1_are_those_of_its_author() -> None:
+def test_the_presets_of_g1_equal_those_of_its_author() -> None:
     assert Sampling.from_config(composed("chat", "sampling=g1_think")) == Sampling(
         0.96, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
     assert Sampling.from_config(composed("serve", "sampling=g1_fake")) == Sampling(1.0, 32, 0.28)

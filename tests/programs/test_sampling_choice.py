@@ -84,7 +84,7 @@ def test_the_user_s_options_precede_the_file_and_the_file_precedes_the_kind(tmp_
 
 @pytest.mark.parametrize("stated", ['"top_k": Infinity', '"top_k": NaN', '"top_k": 40.7', f'"temperature": {"9" * 400}',
                                    '"temperature": NaN', '"min_p": -1', '"repetition_penalty": Infinity'])
-def test_a_file_with_a_number_that_is_no_option_is_reported_in_one_sentence(tmp_path: Path, stated: str) -> None:
+def test_a_file_with_an_invalid_number_is_reported_in_one_sentence(tmp_path: Path, stated: str) -> None:
     (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, {stated}}}')
     with pytest.raises(UserError) as error:
         choose_sampling(tmp_path, False)
@@ -98,7 +98,7 @@ def test_a_file_s_top_k(tmp_path: Path, stated: str, top_k: int) -> None:
     assert choose_sampling(tmp_path, False).sampling == Sampling(1.0, top_k, 1.0)
 
 
-def test_the_files_beside_it_are_for_their_answers_alone(tmp_path: Path) -> None:
+def test_the_files_for_kinds_of_answers_apply_only_to_these_answers(tmp_path: Path) -> None:
     """The files are those of rwkv-rs/rwkv7-g1-st."""
     folder = tmp_path / "rwkv7-g1k-1.5b"
     folder.mkdir()
@@ -128,7 +128,7 @@ def test_penalties_alone_leave_the_preset_of_the_program(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("value", [0.5, 1.0])
-def test_an_option_changes_itself_alone(value: float) -> None:
+def test_an_option_changes_no_other_option(value: float) -> None:
     """The option counts even if it has the value of the program's own preset."""
     result = choose_sampling(G1K, True, user_options={"temperature": value})
     assert result.sampling == Sampling(value, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
@@ -166,7 +166,7 @@ def test_chat_chooses_again_when_think_changes(run: Run, monkeypatch: pytest.Mon
 
 
 @pytest.mark.programs
-def test_generate_takes_the_files_options(run: Run) -> None:
+def test_generate_uses_the_file_s_options(run: Run) -> None:
     model, tokenizer = writing([b"a", b"b"])
     model.save_pretrained("model", tokenizer, format="huggingface")
     arguments = ("checkpoint=model", "prompt=a", "max_new_tokens=2")
@@ -178,7 +178,7 @@ def test_generate_takes_the_files_options(run: Run) -> None:
 
 
 @pytest.mark.programs
-def test_chat_takes_the_file_of_each_kind_of_answer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_uses_the_file_of_each_kind_of_answer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = writing([b":", b"a", b"b", b"c", b"d"], [b"k", b"a"])
     model.save_pretrained("model", tokenizer, format="huggingface")
     Path("model/generation_config.json").write_text('{"stop_strings": ["c"]}')
@@ -194,7 +194,7 @@ def test_chat_takes_the_file_of_each_kind_of_answer(run: Run, monkeypatch: pytes
 
 
 @pytest.mark.programs
-def test_generate_takes_the_files_stops_and_limit(run: Run) -> None:
+def test_generate_uses_the_file_s_stop_strings_and_limit(run: Run) -> None:
     model, tokenizer = writing([b"a", b"b", b"c", b"d", b"e"])
     model.save_pretrained("model", tokenizer, format="huggingface")
     Path("model/generation_config.json").write_text('{"stop_strings": ["c"], "max_new_tokens": 3}')

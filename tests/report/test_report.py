@@ -136,7 +136,7 @@ def test_failed_runs_do_not_stop_the_others(swept: tuple[int, Path]) -> None:
 
 
 @pytest.mark.programs
-def test_the_numbers_of_a_report_are_those_of_the_run(swept: tuple[int, Path]) -> None:
+def test_the_numbers_of_a_report_equal_those_of_the_run(swept: tuple[int, Path]) -> None:
     folder = swept[1]
     by_kernel = {(row["kernel"], row["statistic"]): row for row in table(folder)}
     one, run = by_kernel["conv1d", "value"], folder / "kernel=conv1d"
@@ -210,7 +210,7 @@ def test_mistakes_in_the_command_line_of_a_sweep(swept: tuple[int, Path], start:
 
 
 @pytest.mark.soak                        # four runs one after another take a quarter of a minute
-def test_a_sweep_computes_the_operator_of_the_file_that_it_begins_with(start: Callable[..., int]) -> None:
+def test_a_sweep_computes_the_operator_of_its_initial_file(start: Callable[..., int]) -> None:
     """The file's model is RWKV-7, although the command line has sizes of RWKV-4. A run is resumed without the file."""
     small_model("reference", 256, generation="rwkv7").save_pretrained("seven.safetensors", ByteTokenizer())
     options = (*SMALL, "logger=none", "model.ctx_len=16", "trainer.sample_tokens=0", "trainer.max_steps=2")
@@ -225,7 +225,7 @@ def test_a_sweep_computes_the_operator_of_the_file_that_it_begins_with(start: Ca
 
 
 @pytest.mark.programs
-def test_the_experiment_says_what_to_sweep_over_and_the_command_line_has_the_last_word() -> None:
+def test_an_experiment_sets_the_swept_options_and_the_command_line_overrides_them() -> None:
     def jobs(*arguments: str) -> list[cli.Job]:
         line = cli.split(["experiment=kernel_ablation", *arguments], TrainConfig)
         return cli.jobs(line, TrainConfig, "train")
@@ -241,7 +241,7 @@ def test_the_experiment_says_what_to_sweep_over_and_the_command_line_has_the_las
     assert cli.compose(single, TrainConfig, "train").kernel.name == "conv1d"
 
 
-def test_ctrl_c_is_passed_on_and_waited_for(tmp_path: Path) -> None:
+def test_ctrl_c_is_passed_to_the_run_and_the_sweep_waits(tmp_path: Path) -> None:
     """A run's process has its own session, so the terminal's Ctrl-C does not reach the process."""
     program = ("import os, signal, sys, time\n"
                "def stop(*_): print('saved', file=sys.stderr); sys.exit(130)\n"
@@ -427,7 +427,7 @@ def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes)
     assert f"kernel=conv1d,seed=0: {name}" in parse_page(tmp_path / "report.html").text
 
 
-def test_a_byte_order_mark_is_no_damage(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_damage(tmp_path: Path) -> None:
     """Spreadsheets and some editors write one when a user saves a file."""
     make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
     before = read(tmp_path)
@@ -486,7 +486,7 @@ def test_medians_and_ranges_are_over_seeds_and_after_warm_up(tmp_path: Path) -> 
     assert "compared with taichi_v3" in parse_page(tmp_path / "report.html").text
 
 
-def test_a_report_of_several_runs_has_those_of_sweeps_too(tmp_path: Path) -> None:
+def test_a_report_of_several_runs_includes_the_runs_of_sweeps(tmp_path: Path) -> None:
     names = [f"kernel=conv1d,seed={seed}" for seed in range(3)]
     for seed, folder in enumerate((tmp_path / "sweep", tmp_path / "sweep", tmp_path)):
         make_run(folder, "conv1d", seed, [3.0, 2.0])
@@ -506,7 +506,7 @@ def test_only_the_first_20_steps_are_early() -> None:
     assert (numbers["difference_early"], numbers["difference"]) == (20 / 1024, 40 / 1024)
 
 
-def test_throughput_is_compared_with_the_reference_of_the_same_other_options(tmp_path: Path) -> None:
+def test_throughput_is_compared_with_the_reference_with_the_same_options(tmp_path: Path) -> None:
     """For two learning rates the reference has 100 and 200 tokens/s, and the other kernel is 0.5 and 3 times as fast."""
     speeds = [("conv1d", 0.1, 100.0), ("conv1d", 0.2, 200.0), ("taichi_v3", 0.1, 50.0), ("taichi_v3", 0.2, 600.0)]
     runs = [Run(f"{kernel} {lr}", kernel, 0, config={"optim": {"lr": lr}},
@@ -535,7 +535,7 @@ def test_an_option_differs_only_between_runs_in_which_it_has_an_effect() -> None
                                             "conv1d, optim.name=muon, optim.matrix_lr=0.2"])
 
 
-def test_mean_losses_stand_beside_a_published_run(tmp_path: Path) -> None:
+def test_mean_losses_are_shown_next_to_a_published_run(tmp_path: Path) -> None:
     """The comparison ends with the run's steps, and a value that is no list of losses is ignored."""
     published = {"published_losses": [3.25, 1.0, 0.5], "published_steps": 2}
     make_run(tmp_path, "conv1d", 0, [4.0, 3.0, 2.0, 1.0, 0.5], logger=published)
@@ -547,7 +547,7 @@ def test_mean_losses_stand_beside_a_published_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("results", "expected_text"), [(RESULTS, "The outputs and gradients of"), (("y",), "The outputs of")])
-def test_gradients_are_called_right_only_if_they_were_measured(results: tuple[str, ...], expected_text: str) -> None:
+def test_gradients_are_called_correct_only_if_they_were_measured(results: tuple[str, ...], expected_text: str) -> None:
     """A tuned model of one layer may have no gradients."""
     layer = {"errors": {result: {"err_ratio": 0.1, "max": 0.2} for result in results}, "ranges": {}}
     measured = {"errors": {"end": {"allowed": {}, "layers": [layer]}}}
@@ -604,8 +604,8 @@ def runs_of_rates(pairs: bool) -> list[Run]:
     (runs_of_rates(False), ("optim.lr=0.1 has the lowest validation loss: 1.0500 nats per token",), "objective"),
     (runs_of_rates(True), ("optim.lr=0.1 has the lowest validation loss: 1.0500 objective per pair",), "nats"),
 ], ids=["faster", "overlapping", "slower", "one run", "another option", "pairs"])
-def test_the_first_lines_say_which_is_best_and_how_sure_that_is(runs: list[Run], expected_text: tuple[str, ...],
-                                                               absent_text: str, tmp_path: Path) -> None:
+def test_the_first_lines_say_which_run_is_best_and_how_certain_that_is(runs: list[Run], expected_text: tuple[str, ...],
+                                                                       absent_text: str, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     page.write_text(report_page.render(tmp_path, compare(runs), []), encoding="utf-8")
     before_the_table = parse_page(page).text.partition("Summary")[0]

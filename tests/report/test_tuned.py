@@ -47,7 +47,7 @@ def test_gains_and_losses_are_in_the_first_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("answer", "cell_text"), [(" \n ", "white space"), ("", "no text"), ("a b", "a b")])
-def test_an_invisible_answer_is_no_empty_cell(answer: str, cell_text: str) -> None:
+def test_an_invisible_answer_is_not_an_empty_cell(answer: str, cell_text: str) -> None:
     sample = {"prompt": "User: a", "reference": "b", "before": "c", "after": answer}
     assert cell_text in "".join(answers([tuned_run(samples=[sample])]))
 

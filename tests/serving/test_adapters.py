@@ -98,7 +98,7 @@ def complete(api: httpx.Client, name: str, prompt: str = PROMPT, seed: int = 3, 
 
 
 @pytest.mark.programs
-def test_models_in_one_batch_give_the_texts_that_each_gives_alone(server: Running, folder: Path) -> None:
+def test_models_in_one_batch_give_the_same_texts_as_alone(server: Running, folder: Path) -> None:
     """Asks twice, the second time from the cache, with prompts that all models share."""
     with client(server) as api, ThreadPoolExecutor(10) as threads:
         assert [each["id"] for each in api.get("/models").json()["data"]] == ["base", "calm", "wild", "lora", "read", "foreign"]
@@ -176,7 +176,7 @@ def test_a_state_belongs_to_the_model_that_has_read_it_also_after_a_restart(serv
 
 
 @pytest.mark.programs
-def test_a_response_goes_on_by_another_model_from_its_items(server: Running) -> None:
+def test_another_model_continues_a_response_from_its_items(server: Running) -> None:
     with client(server) as api:
         def respond(name: str, **body: Any) -> Any:
             options = {"seed": 1, "max_output_tokens": 8, "logit_bias": LETTERS}
@@ -233,7 +233,7 @@ def test_an_invalid_list_of_names_and_paths_is_refused(adapters: list[str]) -> N
 
 @given(st.dictionaries(st.text("abé 1.", min_size=1), st.text("ab,=/ .", min_size=1).filter(lambda path: "=" not in path),
                        min_size=1, max_size=4))
-def test_pairs_are_read_as_they_are_written(pairs: dict[str, str]) -> None:
+def test_formatted_pairs_are_parsed_back(pairs: dict[str, str]) -> None:
     written = [f"{name}={path}" for name, path in pairs.items()]
     assert ServeConfig(adapters=written).adapter_paths == pairs
     assert ServeConfig(adapters=[",".join(written)]).adapter_paths == pairs

@@ -137,11 +137,11 @@ def test_every_optional_field_of_a_body_may_be_null(api: httpx.Client, path: str
     {"chat_template_kwargs": dict.fromkeys(TemplateOptions.__struct_fields__)},
     {"response_format": {"type": "text", "json_schema": None}},
     {"response_format": {"type": "json_object", "json_schema": None}}], ids=str)
-def test_null_inside_a_field_is_no_value(api: httpx.Client, fields: dict[str, Any]) -> None:
+def test_null_inside_a_field_means_no_value(api: httpx.Client, fields: dict[str, Any]) -> None:
     assert api.post("/chat/completions", json={**CHAT, **fields}).status_code == 200
 
 
-def test_an_unknown_field_that_is_null_is_no_value(g1: Running) -> None:
+def test_an_unknown_field_that_is_null_means_no_value(g1: Running) -> None:
     """Clients in typed languages send all fields that they know, also those of other servers and of other kinds of tools."""
     parameters = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "returns": None}, "custom": None}
@@ -181,7 +181,7 @@ def test_options_without_effect_are_accepted(api: httpx.Client) -> None:
     check_error(api.post("/completions", json={**COMPLETION, "n": 2, "best_of": 3}), "best_of")
 
 
-def test_a_schema_may_be_beside_json_object(api: httpx.Client) -> None:
+def test_json_object_may_have_a_schema(api: httpx.Client) -> None:
     """llama.cpp, llama-cpp-python and Together have the schema there."""
     schema = {"type": "object", "properties": {"a": {"const": 3}}, "required": ["a"], "additionalProperties": False}
     assert json.loads(chat(api, response_format={"type": "json_object", "schema": schema}, max_tokens=200)) == {"a": 3}
@@ -270,7 +270,7 @@ def nested_value(depth: int) -> Any:
     ("responses", "input", [{"role": "user", "content": [{"type": []}]}]),
     ("responses", "input", [{"type": "reasoning", "content": [[]]}]),
     ("responses", "input", [{"type": ["message"], "role": "user", "content": "x"}])], ids=lambda each: str(each)[:60])
-def test_values_of_another_form_are_refused_wherever_they_stand(g1: Running, path: str, field: str, value: Any) -> None:
+def test_values_of_another_form_are_refused_wherever_they_are(g1: Running, path: str, field: str, value: Any) -> None:
     body = CHAT if "chat" in path else {"input": "a", "max_output_tokens": 1}
     check_error(httpx.post(f"{g1.url}/v1/{path}", json={**body, field: value}))
 
@@ -287,7 +287,7 @@ def test_another_server_s_options_on_a_server_without_thoughts(api: httpx.Client
                 "chat_template_kwargs.rwkv_generation_prompt")
 
 
-def test_extra_slashes_change_no_address(server: Running) -> None:
+def test_extra_slashes_in_a_path_are_ignored(server: Running) -> None:
     for path in ("/v1/chat/completions/", "/v1//chat/completions", "//v1/chat/completions//"):
         answer = httpx.post(server.url + path, json=CHAT)
         assert (answer.status_code, answer.history) == (200, []), path
@@ -308,7 +308,7 @@ def talk(api: httpx.Client, message: dict[str, Any]) -> httpx.Response:
     return api.post("/chat/completions", json={**CHAT, "messages": messages})
 
 
-def test_messages_that_say_the_same_are_answered_alike(api: httpx.Client) -> None:
+def test_messages_with_the_same_meaning_get_the_same_answer(api: httpx.Client) -> None:
     for plain, others in (("hello", SAME), ("", EMPTY)):
         expected = content(talk(api, {"role": "assistant", "content": plain}))
         for message in others:

@@ -44,7 +44,7 @@ def with_compilers(work: Callable[[Compilers], Awaitable[Any]], seconds: float =
     return asyncio.run(main())
 
 
-def test_a_compile_beyond_its_time_ends_and_others_go_on() -> None:
+def test_a_compilation_beyond_its_time_limit_ends_and_others_continue() -> None:
     async def work(compilers: Compilers) -> None:
         await compilers.check(SHORT, "a")
         with pytest.raises(UserError, match=r"json_schema must .*seconds"):
@@ -66,7 +66,7 @@ def test_memory_is_counted_in_the_systems_pages(monkeypatch: pytest.MonkeyPatch)
     assert _resident_bytes() > 8 * before > 0
 
 
-def test_a_process_that_does_not_start_is_no_mistake_of_the_grammar() -> None:
+def test_a_process_that_does_not_start_is_not_an_error_of_the_grammar() -> None:
     """The same grammar is tried again later: the machine may have lacked memory for the process."""
     async def work() -> None:
         compilers = Compilers({"kind": "unknown"})
@@ -172,7 +172,7 @@ def test_a_server_answers_others_while_it_compiles(g1: Running) -> None:
      "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
     {"type": "object", "properties": {"a": {"type": "integer", "required": True}}, "additionalProperties": False},
     {"type": "integer", "multipleOf": 2000003}, {"oneOf": [{"type": "number"}, {"type": "integer"}]}])
-def test_what_cannot_be_enforced_is_a_400(g1: Running, schema: dict[str, Any]) -> None:
+def test_a_schema_that_cannot_be_enforced_is_a_400(g1: Running, schema: dict[str, Any]) -> None:
     answer = ask(g1, schema)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"].startswith("response_format.json_schema.schema")
@@ -182,7 +182,7 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
 
 
-def test_many_tools_beside_a_schema(g1: Running) -> None:
+def test_many_tools_and_a_schema(g1: Running) -> None:
     answer = ask(g1, {"type": "boolean"}, tools=[tool(f"f{i}") for i in range(25)], temperature=0)
     assert answer.status_code == 200, answer.text
 

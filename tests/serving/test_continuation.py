@@ -122,7 +122,7 @@ def test_the_first_space_is_text_in_streams_in_log_probabilities_and_in_several_
     assert (stopped["choices"][0]["message"]["content"].strip(), stopped["choices"][0]["finish_reason"]) == ("", "stop")
 
 
-def test_an_answer_that_was_cut_goes_on_from_what_is_cached(server: Running) -> None:
+def test_a_truncated_answer_continues_from_the_cache(server: Running) -> None:
     whole = ask(server, messages=chat("Hel"), max_tokens=40, logit_bias=LETTERS)
     text = whole["choices"][0]["message"]["content"]
     first = ask(server, messages=chat("Hel"), max_tokens=25, logit_bias=LETTERS)["choices"][0]["message"]["content"]
@@ -153,7 +153,7 @@ def test_a_grammar_applies_to_the_rest(server: Running) -> None:
     assert len(content) == 4
 
 
-def test_json_follows_thoughts_that_the_message_has(g1: Running) -> None:
+def test_json_follows_the_thoughts_of_the_message(g1: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [3]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     for text in ("<think>Hm</think>", "<think>Hm</think>\n", "<think></think"):

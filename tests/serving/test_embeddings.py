@@ -26,7 +26,7 @@ pytestmark = pytest.mark.programs
 TEXTS = ["A cat.", "Ein Haus", *(f"number {i}" for i in range(9))]       # there are more texts than the server's max_rows
 
 
-def test_openai_s_embeddings_are_the_library_s(client: "openai.OpenAI", model: RWKV, idle: None) -> None:
+def test_openai_s_embeddings_equal_the_library_s(client: "openai.OpenAI", model: RWKV, idle: None) -> None:
     expected = embed(model, ByteTokenizer(), TEXTS)
     for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64", "extra_body": {"pooling": "mean"}},
                     {"dimensions": 32}):
@@ -56,7 +56,7 @@ def test_a_wrong_field_is_named(api: httpx.Client, field: str, value: Any) -> No
     check_error(api.post("/embeddings", json={"input": "a", field: value}), field)
 
 
-def test_ollama_s_embeddings_are_the_library_s(server: Running, model: RWKV) -> None:
+def test_ollama_s_embeddings_equal_the_library_s(server: Running, model: RWKV) -> None:
     ollama = pytest.importorskip("ollama")
     expected = embed(model, ByteTokenizer(), TEXTS)
     with ollama.Client(host=server.url) as client:

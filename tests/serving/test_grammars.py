@@ -110,7 +110,7 @@ def test_required_calls_are_made(g1_api: "openai.OpenAI", stream: bool) -> None:
         assert ended
 
 
-def test_tools_beside_a_schema(g1_api: "openai.OpenAI") -> None:
+def test_tools_and_a_schema(g1_api: "openai.OpenAI") -> None:
     for seed in range(6):
         message = ask(g1_api, tools=[tool("time", TIME)], response_format=form(CITY), seed=seed).choices[0].message
         if message.tool_calls:

@@ -281,7 +281,7 @@ def test_a_request_that_waits_behind_a_client_that_goes_away_is_served(server: R
 
 @pytest.mark.usefixtures("idle")
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
-def test_a_client_that_leaves_the_queue_is_no_failure_in_the_log(server: Running, path: str) -> None:
+def test_a_client_that_leaves_the_queue_is_not_a_failure_in_the_log(server: Running, path: str) -> None:
     body = {"input": ["a"] * 3} if path == "/v1/embeddings" else {**ENDLESS, "stream": False}
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**ENDLESS, "n": 4}, timeout=60), \
             socket.create_connection(("127.0.0.1", server.port)) as waiting:
@@ -476,7 +476,7 @@ def test_a_port_is_taken_before_the_model_is_loaded() -> None:
 
 
 @pytest.mark.parametrize("host", ["[::1]", "localhost:8000", "http://127.0.0.1", "ü..b", "…"])
-def test_a_host_that_is_no_address_and_no_name_is_refused(host: str) -> None:
+def test_a_host_that_is_neither_an_address_nor_a_name_is_refused(host: str) -> None:
     with pytest.raises(UserError, match="host= must be"):
         _bind(ServeConfig(host=host, port=0))
 

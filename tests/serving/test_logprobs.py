@@ -111,15 +111,15 @@ def test_a_completions_tokens_add_up_to_its_text(client: "openai.OpenAI", prompt
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("stop", "offsets"), [(None, [0, 1, 2]), (" v", [0, 1]), ("WX", [0, 1, 2])])
-def test_a_token_s_place_is_after_a_character_that_was_broken(client: "openai.OpenAI", stop: str | None,
-                                                              offsets: list[int]) -> None:
+def test_a_token_s_offset_is_after_an_incomplete_character(client: "openai.OpenAI", stop: str | None,
+                                                           offsets: list[int]) -> None:
     choice = client.completions.create(model="tiny", prompt="0", temperature=0, max_tokens=20, logprobs=1, stop=stop).choices[0]
     assert choice.logprobs.text_offset == offsets
     assert choice.text[2:] == "".join(choice.logprobs.tokens[2:])
 
 
 @given(st.text("aé\u3000", max_size=12), st.lists(st.integers(0, 13), max_size=6), st.lists(st.integers(0, 13), max_size=3))
-def test_tokens_are_cut_to_what_is_shown_however_it_comes(text: str, edges: list[int], steps: list[int]) -> None:
+def test_tokens_are_cut_to_the_visible_text_however_it_is_split(text: str, edges: list[int], steps: list[int]) -> None:
     """Each token is one byte, and the visible parts are every second part between the edges."""
     edges = sorted({min(edge, len(text)) for edge in edges})
     spans = list(zip(edges[::2], edges[1::2], strict=False))

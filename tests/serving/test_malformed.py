@@ -40,7 +40,7 @@ NO_REQUESTS = {"a wrong length": HEAD + b"content-length: x\r\n\r\n", "a negativ
                "10,000 stops": post(COMPLETIONS, {**OK, "stop": ["a"] * 10_000})}
 
 
-def test_malformed_requests_leave_a_server_as_it_was(server: Running) -> None:
+def test_malformed_requests_do_not_change_a_server(server: Running) -> None:
     """All requests are sent twice, because memory that the first round allocates does not count."""
     trials = _trials(server)
     assert len(trials) >= 300

@@ -89,8 +89,8 @@ def test_the_text_is_the_same_by_every_interface(server: Running, client: "opena
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_raw_generation_is_a_completion_and_goes_on_from_its_context(server: Running, client: "openai.OpenAI",
-                                                                     stream: bool) -> None:
+def test_raw_generation_is_a_completion_and_continues_from_its_context(server: Running, client: "openai.OpenAI",
+                                                                       stream: bool) -> None:
     ollama = ollama_client(server)
     options = {"seed": 3, "num_predict": 12}
 
@@ -163,7 +163,7 @@ def test_each_line_of_a_stream_is_whole_also_for_clients_that_split_at_every_lin
     assert "x\u2028y" in json.dumps(events, ensure_ascii=False)
 
 
-def test_the_arguments_of_a_call_are_sent_as_they_were_written(writer: Running) -> None:
+def test_the_arguments_of_a_call_are_sent_verbatim(writer: Running) -> None:
     question = {"model": "tiny", "messages": [{"role": "user", "content": "6"}], "stream": False}
     by_ollama = httpx.post(f"{writer.url}/api/chat", json={**question, "tools": TOOLS, "options": {"temperature": 0}})
     by_anthropic = httpx.post(f"{writer.url}/v1/messages", json={**question, "tools": TOOL, "temperature": 0, "max_tokens": 50})
@@ -172,7 +172,7 @@ def test_the_arguments_of_a_call_are_sent_as_they_were_written(writer: Running) 
         assert ODD in answer.text
 
 
-def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) -> None:
+def test_ollama_accepts_its_own_calls_and_enforces_a_format(writer: Running) -> None:
     ollama = ollama_client(writer)
     call = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     conversation = [{"role": "user", "content": "1"},
@@ -224,7 +224,7 @@ def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) 
     ("generate", {"prompt": "a", "context": [1] * 40_000}, "context"),
     ("generate", {"prompt": "a", "raw": True, "system": "x"}, "system"), ("show", {"model": "other"}, "other"),
     ("pull", {"model": "other"}, "other"), ("create", {}, "/api/create"), ("nothing", {}, "/api/nothing")], ids=str)
-def test_ollama_s_errors_have_its_form(server: Running, path: str, fields: dict[str, Any], named: str) -> None:
+def test_ollama_s_errors_have_its_format(server: Running, path: str, fields: dict[str, Any], named: str) -> None:
     answer = httpx.post(f"{server.url}/api/{path}", json=fields)
     assert 400 <= answer.status_code < 500
     assert set(answer.json()) == {"error"}
@@ -234,7 +234,7 @@ def test_ollama_s_errors_have_its_form(server: Running, path: str, fields: dict[
 # Anthropic
 
 
-def test_anthropic_s_message_has_its_form(server: Running) -> None:
+def test_anthropic_s_message_has_its_format(server: Running) -> None:
     client = anthropic_client(server)
     cached = [{"type": "text", "text": "Be short. " * 200, "cache_control": {"type": "ephemeral"}}]
     fields: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "system": cached, "max_tokens": 5,
@@ -286,7 +286,7 @@ def test_anthropic_has_thoughts_and_calls(writer: Running, stream: bool) -> None
     assert all(block.type == "text" for block in answer("1", tools=TOOL, tool_choice={"type": "none"}).content)
 
 
-def test_anthropic_takes_back_its_own_blocks(writer: Running) -> None:
+def test_anthropic_accepts_its_own_blocks(writer: Running) -> None:
     """The result of a tool comes before the question, which the model answers with thoughts."""
     client = anthropic_client(writer)
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "extra_body": {"temperature": 0},
@@ -318,7 +318,7 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "named"), WRONG_MESSAGES, ids=str)
-def test_anthropic_s_errors_have_its_form(server: Running, fields: dict[str, Any], named: str) -> None:
+def test_anthropic_s_errors_have_its_format(server: Running, fields: dict[str, Any], named: str) -> None:
     answer = httpx.post(f"{server.url}/v1/messages", json={"model": "tiny", "messages": QUESTION, "max_tokens": 5, **fields})
     error = answer.json()
     assert error["type"] == "error"
@@ -383,7 +383,7 @@ def malformed_requests(count: int, seed: int) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize(("count", "seed"), [(60, 0), pytest.param(1000, 1, marks=pytest.mark.soak)])
-def test_malformed_requests_are_no_failures(server: Running, g1: Running, count: int, seed: int) -> None:
+def test_malformed_requests_are_not_failures(server: Running, g1: Running, count: int, seed: int) -> None:
     for number, (path, content) in enumerate(malformed_requests(count, seed)):
         answer = httpx.post((g1 if number % 2 else server).url + path, content=content, timeout=60)
         assert answer.status_code < 500, (path, content, answer.text)

@@ -42,8 +42,8 @@ def test_models(client: "openai.OpenAI") -> None:
     {"extra_body": {"penalty_decay": 0.9, "frequency_penalty": 2.0, "no_penalty": [" e", 10], "banned": [32], "order": "rwkv",
                     "top_p": 0.5}}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_is_what_generate_gives(client: "openai.OpenAI", model: RWKV, options: dict[str, Any],
-                                             stream: bool) -> None:
+def test_a_completion_equals_the_text_of_generate(client: "openai.OpenAI", model: RWKV, options: dict[str, Any],
+                                                  stream: bool) -> None:
     sampling = {**options, **options.get("extra_body", {}), "logit_bias": {int(k): v for k, v in
                                                                         options.get("logit_bias", {}).items()}}
     sampling.pop("extra_body", None)
@@ -59,7 +59,7 @@ def test_a_completion_is_what_generate_gives(client: "openai.OpenAI", model: RWK
     assert (text, reason) == (sample.text, {"end_of_text": "stop"}.get(sample.finish_reason, sample.finish_reason))
 
 
-def test_a_text_in_company_is_the_text_alone(client: "openai.OpenAI", model: RWKV) -> None:
+def test_a_text_among_others_equals_the_text_alone(client: "openai.OpenAI", model: RWKV) -> None:
     """12 clients, more than may run and wait, send different prompts, lengths and seeds. Some ask for streams."""
     import openai
 

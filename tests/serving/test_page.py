@@ -163,7 +163,7 @@ def test_stop_keeps_what_was_written(page: Any, server: Running) -> None:
     assert not page.locator("#error").is_visible()
 
 
-def test_an_error_leaves_all_as_it_was(page: Any) -> None:
+def test_an_error_changes_nothing(page: Any) -> None:
     answer_with(page, "yes")
     say(page, "one")
     page.get_by_text("Settings").click()
@@ -274,7 +274,7 @@ def test_branches_read_nothing_again(page: Any) -> None:
     assert page.get_by_role("button", name="Earlier branch").count() == 2
 
 
-def test_a_message_before_the_facts_are_there_keeps_its_state(page: Any) -> None:
+def test_a_message_before_the_model_s_facts_arrive_keeps_its_state(page: Any) -> None:
     routes: list[Any] = []
     page.route("**/v1/models", lambda route: routes.append(route))
     page.reload()
@@ -376,7 +376,7 @@ def test_markdown_becomes_nodes(page: Any) -> None:
     wait_until(lambda: text.locator(".code button").text_content() != "Copy")
 
 
-def test_no_text_is_slow_to_show(page: Any) -> None:
+def test_every_text_is_shown_quickly(page: Any) -> None:
     for text in ("[" * 20000, "- " * 20000, "> " * 20000, "*" * 20001, "`" * 20001, "_a" * 20000, "|" * 20001,
                  "# " + " " * 20000 + "x", "[a](http://x" * 5000, "1. a\n" * 5000, " - a\n- b\n" * 5000):
         assert page.evaluate("text => { const began = performance.now(); markdown(text); return performance.now() - began; }",

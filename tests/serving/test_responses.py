@@ -120,8 +120,8 @@ def test_responses_are_kept_listed_and_deleted(client: "openai.OpenAI", api: htt
 
 
 @pytest.mark.parametrize(("mib", "metadata"), [(0, {}), (1, {"a": "b" * 2**20})], ids=["none", "less"])
-def test_a_response_that_finds_no_room_says_that_it_is_not_stored(start: Callable[..., Running], mib: int,
-                                                                  metadata: dict[str, str]) -> None:
+def test_a_response_without_room_says_that_it_is_not_stored(start: Callable[..., Running], mib: int,
+                                                            metadata: dict[str, str]) -> None:
     """Stored responses stay, and no state is left for a response that is not stored."""
     server = start(f"responses_mib={mib}")
 
@@ -164,7 +164,7 @@ def test_a_response_continues_a_state_and_gives_one(client: "openai.OpenAI", api
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_are_items_and_their_results_go_on(tool_client: "openai.OpenAI", stream: bool) -> None:
+def test_calls_are_items_and_results_continue_the_response(tool_client: "openai.OpenAI", stream: bool) -> None:
     def ask(**more: Any) -> Any:
         answer = tool_client.responses.create(model="tiny", temperature=0, max_output_tokens=50, tools=FUNCTIONS, stream=stream,
                                               **more)
@@ -210,7 +210,7 @@ def test_include_may_name_fields_that_this_server_never_returns(client: "openai.
     assert client.responses.create(**request, include=include).output_text == client.responses.create(**request).output_text
 
 
-def test_a_schema_holds_and_is_parsed(client: "openai.OpenAI") -> None:
+def test_a_schema_is_enforced_and_parsed(client: "openai.OpenAI") -> None:
     pydantic = pytest.importorskip("pydantic")
     pytest.importorskip("llguidance")
 

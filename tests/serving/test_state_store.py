@@ -136,7 +136,7 @@ def test_states_are_listed_and_deleted(api: httpx.Client) -> None:
     assert gone not in {state["id"] for state in ok(api.get("/states"))["data"]}
 
 
-def test_a_file_comes_back_and_one_of_generate_is_taken(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
+def test_a_file_is_downloaded_and_a_file_of_generate_is_uploaded(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
     state = make_state(api, prompt="once upon")
     content = api.get(f"/states/{state['id']}/content").content
     assert "owner" not in json.dumps(metadata_of(content)).replace('"owner": ""', "").replace('\\"owner\\": \\"\\"', "")
@@ -179,7 +179,7 @@ def test_other_files_are_refused_in_one_sentence(api: httpx.Client, model: RWKV,
 
 
 @pytest.mark.parametrize("size", [1e38, -1e38])
-def test_numbers_at_the_limit_of_float32_end_nothing(api: httpx.Client, size: float) -> None:
+def test_numbers_at_the_limit_of_float32_do_not_end_the_server(api: httpx.Client, size: float) -> None:
     content = api.get(f"/states/{make_state(api, prompt='a')['id']}/content").content
     tensors = {name: torch.full_like(tensor, size) for name, tensor in load(content).items()}
     state = ok(api.post("/states", content=state_file(tensors, metadata_of(content)), headers=FILE))["id"]
@@ -193,7 +193,7 @@ MESSAGES: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": 
 
 
 @pytest.mark.parametrize("n_read", [1, 2])
-def test_a_conversation_goes_on_from_its_messages_and_from_its_answers(api: httpx.Client, model: RWKV, n_read: int) -> None:
+def test_a_conversation_continues_from_its_messages_and_from_its_answers(api: httpx.Client, model: RWKV, n_read: int) -> None:
     chat = {"max_tokens": 12, "seed": 5, "save_state": True, "logit_bias": LETTERS}
     bias = {int(letter): value for letter, value in LETTERS.items()}
     first = ok(api.post("/chat/completions", json={**chat, "messages": MESSAGES}))
@@ -225,7 +225,7 @@ def test_a_stop_string_that_was_read_is_not_read_again(api: httpx.Client, model:
 
 
 @pytest.mark.parametrize("name", ["world", "g1", "flower"])
-def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> None:
+def test_turns_after_a_state_equal_those_of_the_whole_conversation(name: str) -> None:
     """The ids that are read up to the last message and after it are together those of the whole conversation."""
     template = chat_template(name)
     keeper = ClientStates(ServeConfig(), {}, {}, BYTES, template, 0)
@@ -288,7 +288,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_memory_is_bounded_and_what_was_used_last_stays(start: Callable[..., Running], deep: Path) -> None:
+def test_memory_is_bounded_and_the_most_recently_used_states_stay(start: Callable[..., Running], deep: Path) -> None:
     server = start(f"states_mib={STATE_MIB}", f"checkpoint={deep}")
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
         first, used = make_state(api, prompt="first"), make_state(api, prompt="used")
@@ -314,7 +314,7 @@ def folder(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
         yield running, states_dir
 
 
-def test_a_busy_key_pushes_out_its_own_states_alone(folder: tuple[Running, Path]) -> None:
+def test_a_busy_key_evicts_only_its_own_states(folder: tuple[Running, Path]) -> None:
     with httpx.Client(base_url=f"{folder[0].url}/v1", timeout=60, headers=key("busy")) as busy, \
             httpx.Client(base_url=f"{folder[0].url}/v1", timeout=60, headers=key("quiet")) as quiet:
         mine = [make_state(quiet, prompt=f"quiet {number}")["id"] for number in range(3)]
@@ -327,7 +327,7 @@ def test_a_busy_key_pushes_out_its_own_states_alone(folder: tuple[Running, Path]
         assert theirs[-1] in {state["id"] for state in ok(busy.get("/states"))["data"]}
 
 
-def test_a_state_whose_file_is_lost_is_said_to_be_gone(folder: tuple[Running, Path]) -> None:
+def test_a_state_whose_file_is_lost_is_reported_as_missing(folder: tuple[Running, Path]) -> None:
     server, states_dir = folder
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("third")) as api:
         for path, body in (("/completions", {}), ("/completions", {"stream": True}), ("/states", {}), ("", {})):
@@ -341,8 +341,8 @@ def test_a_state_whose_file_is_lost_is_said_to_be_gone(folder: tuple[Running, Pa
             wait_until(lambda: ok(api.get("/states"))["data"] == [])
 
 
-def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Callable[..., Running], tmp_path: Path,
-                                                                       model: RWKV) -> None:
+def test_states_in_a_folder_survive_a_restart_and_belong_to_their_key(start: Callable[..., Running], tmp_path: Path,
+                                                                      model: RWKV) -> None:
     """The folder keeps states, and responses with their states, in bounded memory."""
     states_dir = tmp_path / "kept"
     options = ("states_mib=0", f"states_dir={states_dir}", "responses_mib=1", "max_tokens=100", "api_key=one", "api_key=two")
@@ -469,7 +469,7 @@ def children(process: int) -> list[int]:
     return [int(word) for file in Path(f"/proc/{process}/task").glob("*/children") for word in file.read_text().split()]
 
 
-def test_a_folder_may_hold_files_that_no_server_wrote(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_a_folder_may_contain_files_that_no_server_wrote(start: Callable[..., Running], tmp_path: Path) -> None:
     """Files that no server wrote are left out with a line each, and no request waits for them."""
     states_dir = tmp_path / "kept"
     options = ("states_mib=0", f"states_dir={states_dir}")
@@ -555,7 +555,7 @@ def test_a_wrong_request_for_a_state_is_refused(api: httpx.Client, body: dict[st
     check_error(api.post("/states", json=body))
 
 
-def test_a_response_whose_state_is_lost_goes_on_at_the_second_try(folder: tuple[Running, Path]) -> None:
+def test_a_response_whose_state_is_lost_continues_at_the_second_attempt(folder: tuple[Running, Path]) -> None:
     server, states_dir = folder
     before = {*states_dir.glob("state_*.safetensors")}
     with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("third")) as api:

@@ -49,8 +49,8 @@ FALSE, TRUE, FAKE = ({"chat_template_kwargs": {"think": think}} for think in (Fa
     ({"reasoning_effort": "high"}, "Hm. Well", "No!", "stop"), ({"extra_body": FAKE}, "", "Hm. Well </think>\nNo!", "stop"),
     ({"reasoning_effort": "minimal"}, "", "Hm. Well </think>\nNo!", "stop"),
     ({"reasoning_effort": "none", "max_tokens": 3}, "One,", "", "length")], ids=str)
-def test_thoughts_are_apart_from_the_text(client: "openai.OpenAI", options: dict[str, Any], thoughts: str, content: str,
-                                          reason: str) -> None:
+def test_thoughts_are_separate_from_the_text(client: "openai.OpenAI", options: dict[str, Any], thoughts: str, content: str,
+                                             reason: str) -> None:
     request = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "max_tokens": 20,
                "logprobs": True, **options}
     whole = client.chat.completions.create(**request)
@@ -69,7 +69,7 @@ def test_thoughts_are_apart_from_the_text(client: "openai.OpenAI", options: dict
         assert b"".join(bytes(entry.bytes) for entry in choice.logprobs.content).decode(errors="replace") == content
 
 
-def test_a_call_that_is_demanded_stands_after_an_empty_thought(client: "openai.OpenAI") -> None:
+def test_a_required_call_follows_an_empty_thought(client: "openai.OpenAI") -> None:
     """The prompt has the empty thought only if the request asks for it.
 
     think=true is refused, because thoughts cannot come before a call that is demanded.

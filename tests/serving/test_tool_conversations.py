@@ -172,8 +172,8 @@ def test_a_conversation_whole_and_streamed(client: "openai.OpenAI", name: str) -
     ("several tags, none closed", [DAY[0], WEATHER[0], DAY[0]]),
     ("words between calls", ["First:", WEATHER[0], "then:", DAY[0], "done."]),
     ("thoughts before a call", [f"Do I say {OSLO} now?", DAY[0]])])
-def test_the_items_of_a_response_stand_in_the_order_in_which_they_were_written(client: "openai.OpenAI", name: str,
-                                                                               items: list[str], logprobs: bool) -> None:
+def test_the_items_of_a_response_are_in_the_order_of_generation(client: "openai.OpenAI", name: str, items: list[str],
+                                                                logprobs: bool) -> None:
     """The response is whole and streamed, and each message has the log-probabilities of its own tokens."""
     request: dict[str, Any] = {
         "model": MODEL, "input": question(name), "temperature": 0, "max_output_tokens": 50,

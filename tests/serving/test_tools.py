@@ -169,7 +169,7 @@ def test_wrong_tools_are_named(tool_client: "openai.OpenAI", options: dict[str, 
     assert error.value.param.startswith(param)
 
 
-def test_a_tool_may_be_named_as_those_of_mcp(g1: Running) -> None:
+def test_a_tool_may_have_a_name_as_in_mcp(g1: Running) -> None:
     """Claude Code puts the names of a plugin and its server before a tool's name."""
     name = f"mcp__plugin_files__read.all/of-{'x' * 97}"
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -195,7 +195,7 @@ def test_a_template_without_tools_refuses_them(server: Running) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_an_empty_list_of_tools_is_no_tools(server: Running) -> None:
+def test_an_empty_list_of_tools_means_no_tools(server: Running) -> None:
     """Some clients send the list with each request, and tool_choice too. The template of this server has no tools."""
     for path, body in (("chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}),
                        ("responses", {"input": "a", "max_output_tokens": 4}),
@@ -212,7 +212,7 @@ def test_an_empty_list_of_tools_is_no_tools(server: Running) -> None:
     assert saved[0]["tokens"] == saved[1]["tokens"]
 
 
-def test_the_beginning_of_a_call_is_that_of_the_template(tmp_path: Path) -> None:
+def test_the_beginning_of_a_call_is_the_template_s(tmp_path: Path) -> None:
     path = tmp_path / "template.jinja"
     for text, start in ((TEMPLATE, ('<tool_call>\n{"name": "', '", "arguments": ')),
                         (TEMPLATE.replace('"name"', "name"), None), ("{{ tools }}{{ messages[0].content }}", None)):

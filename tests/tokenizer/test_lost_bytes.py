@@ -113,14 +113,14 @@ def test_a_byte_that_the_alphabet_lacks_is_lost() -> None:
     assert lost_of(JsonTokenizer(json.dumps(definition)), "a queue\n") == Lost(1, 8, 0)
 
 
-def test_a_token_that_takes_the_spaces_beside_it_loses_them() -> None:
+def test_a_token_that_strips_adjacent_spaces_loses_them() -> None:
     tokenizer = with_change(BPE, lambda library: library.add_tokens([AddedToken("dog", lstrip=True)]))
     assert lost_of(tokenizer, "a   dog").bytes == 3
 
 
 @given(st.lists(st.sampled_from(["the ", "dog", "Ä", "é", "\n", "  ", "(x)", "你好", "NAÏVE "]), max_size=60).map("".join),
        st.sets(st.sampled_from("theodgx()\n äÄé你NAÏVE")), st.sampled_from([8, 64, lost_bytes.WINDOW]))
-def test_characters_left_out_are_counted_whatever_the_windows(text: str, gone: set[str], window: int) -> None:
+def test_omitted_characters_are_counted_whatever_the_windows(text: str, gone: set[str], window: int) -> None:
     """The number is exact if the text fits into one window.
 
     Otherwise the ambiguous ends of some windows may be counted, too.
@@ -182,7 +182,7 @@ KEEPING = {
 
 @pytest.mark.parametrize("tokenizer", KEEPING.values(), ids=KEEPING)
 @given(text=st.one_of(st.text(), st.text("ab c\u2581é\u0301 ﬁ1234\u00a0\n.")))
-def test_a_text_that_a_tokenizer_keeps_comes_back(tokenizer: JsonTokenizer, text: str) -> None:
+def test_a_text_that_a_tokenizer_keeps_is_decoded_back(tokenizer: JsonTokenizer, text: str) -> None:
     """One space at the beginning may be lost: SentencePiece adds one."""
     counter = LossCounter(tokenizer)
     assert counter.keeps("plain text, 123\n")
@@ -214,7 +214,7 @@ def test_a_tokenizer_that_may_lose_text_is_never_trusted(tokenizer: JsonTokenize
 # Messages
 
 
-def test_numbers_are_withheld_above_one_share_alone() -> None:
+def test_numbers_are_withheld_only_above_a_share() -> None:
     assert not Lost(0, 0).too_much
     assert not Lost(10, int(10 / WITHHELD)).too_much
     assert Lost(11, int(10 / WITHHELD)).too_much

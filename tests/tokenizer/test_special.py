@@ -46,7 +46,7 @@ def test_a_special_tokens_name_is_spelt_where_the_letters_are_there(text: str) -
 @pytest.mark.parametrize("kind", EVERY)
 @given(data=st.data())
 @settings(max_examples=30)
-def test_a_text_goes_on_after_its_ids(kind: str, data: st.DataObject) -> None:
+def test_a_text_continues_after_its_ids(kind: str, data: st.DataObject) -> None:
     """The ids are random, and the second part begins anywhere. The names of the tokens are the pieces of the text."""
     tokenizer = EVERY[kind]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=12))
@@ -99,7 +99,7 @@ def test_a_file_without_an_end_of_text_requires_the_option(tmp_path: Path, speci
             Tokenizer.named(name, end_of_text=wrong)
 
 
-def test_a_token_that_is_no_special_one_can_end_a_text_and_is_never_encoded() -> None:
+def test_a_token_that_is_not_special_can_end_a_text_and_is_never_encoded() -> None:
     tokenizer = JsonTokenizer(wordlevel(), end_of_text="bad")
     assert (tokenizer.end_of_text in tokenizer.encode("cab bad cab"), tokenizer.decode([tokenizer.end_of_text])) == (False, "")
 

@@ -27,7 +27,7 @@ def test_no_run_is_longer_than_the_limit(runs: list[str]) -> None:
 
 
 @pytest.mark.parametrize("letters", ["ACGT", "=", "字符"])
-def test_one_line_of_a_million_characters_makes_a_tokenizer(letters: str) -> None:
+def test_a_tokenizer_can_be_trained_on_one_line_of_a_million_characters(letters: str) -> None:
     """As one word, the text would take hours."""
     text = "".join(letters[number * number % 97 % len(letters)] for number in range(1_000_000))
     tokenizer = JsonTokenizer.train([text], 300)

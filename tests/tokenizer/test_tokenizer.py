@@ -61,13 +61,13 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0")))
-def test_byte_brings_back_any_text(text: str) -> None:
+def test_byte_decodes_any_text_back(text: str) -> None:
     assert ByteTokenizer().encode(text) == list(text.encode())
     assert ByteTokenizer().decode(text.encode()) == text
 
 
 @given(st.text(st.sampled_from(SAMPLE)))
-def test_char_brings_back_the_text_of_its_characters(text: str) -> None:
+def test_char_decodes_text_of_its_characters_back(text: str) -> None:
     tokenizer = CharTokenizer(SAMPLE)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.end_of_text not in tokenizer.encode(text)
@@ -81,7 +81,7 @@ def test_char_ids_follow_the_sorted_characters_from_one_on() -> None:
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE, FALLBACK, *WORLD], ids=kind)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters=f"\0{REPLACEMENT}\u2581")))
-def test_id_by_id_no_half_character_is_shown(tokenizer: Tokenizer, text: str) -> None:
+def test_decoding_id_by_id_shows_no_partial_character(tokenizer: Tokenizer, text: str) -> None:
     texts = pieces(tokenizer, tokenizer.encode(text))
     assert "".join(texts) == text
     assert not any(REPLACEMENT in piece for piece in texts)
@@ -182,13 +182,13 @@ def test_a_text_split_at_lines_has_the_ids_of_the_whole_even_if_tokens_look_acro
 
 
 @given(text=st.text())
-def test_ids_are_the_library_s_own(text: str) -> None:
+def test_ids_equal_the_library_s(text: str) -> None:
     for tokenizer in (BPE, NEOX):
         library = tokenizers.Tokenizer.from_str(tokenizer.definition)
         assert tokenizer.encode(text) == library.encode(text).ids
 
 
-def test_gpt_neox_ids_are_the_library_s_own(request: pytest.FixtureRequest) -> None:
+def test_gpt_neox_ids_equal_the_library_s(request: pytest.FixtureRequest) -> None:
     """The text has many scripts. benchmarks/tokenization.py compares random strings."""
     path = request.config.getoption("--neox")
     if not path:
@@ -213,7 +213,7 @@ def test_different_tokenizers_have_different_hashes() -> None:
     assert len({tokenizer.hash for tokenizer in different}) == len(different)
 
 
-def test_a_file_is_read_whatever_its_layout_and_its_truncation_ignored(tmp_path: Path) -> None:
+def test_a_file_of_any_layout_is_read_and_its_truncation_ignored(tmp_path: Path) -> None:
     library = tokenizers.Tokenizer.from_str(BPE.definition)
     library.enable_truncation(3)
     library.enable_padding(length=9999)
@@ -332,7 +332,7 @@ def test_weights_alone_need_a_tokenizer_to_be_named(tmp_path: Path, vocab_size: 
         assert tokenizer_of(checkpoint, "byte").hash == ByteTokenizer().hash
 
 
-def test_a_line_says_how_a_checkpoint_is_spoken_to_and_how_long_its_texts_were(tmp_path: Path) -> None:
+def test_a_line_states_the_template_and_the_context_length_of_a_checkpoint(tmp_path: Path) -> None:
     model = small_model("conv1d", 256, n_layer=1, n_embd=2)
     for name, length in (("rwkv7-g1k-0.1b-ctx25600.pth", "25,600"), ("bare.pth", None), ("rwkv7-g1k.safetensors", "32")):
         model.save_pretrained(tmp_path / name)           # only the last file has the configuration
@@ -342,7 +342,7 @@ def test_a_line_says_how_a_checkpoint_is_spoken_to_and_how_long_its_texts_were(t
         assert f"up to {length} tokens" in line if length else "tokens" not in line
 
 
-def test_weights_alone_with_world_s_number_of_tokens_are_world_s(tmp_path: Path) -> None:
+def test_weights_without_a_tokenizer_and_with_world_s_vocabulary_size_use_world(tmp_path: Path) -> None:
     pytest.importorskip("pyrwkv_tokenizer", reason="pyrwkv-tokenizer, which carries the vocabulary, is not installed")
     small_model("conv1d", 65536, n_layer=1, n_embd=2).save_pretrained(tmp_path / "bare.pth")
     checkpoint = read_checkpoint(tmp_path / "bare.pth")

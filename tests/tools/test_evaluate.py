@@ -47,7 +47,7 @@ def checkpoint(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("ab ba aabb " * 9)
 
 
-def test_the_last_word_goes_on_after_its_text(tmp_path: Path) -> None:
+def test_the_last_word_continues_its_text(tmp_path: Path) -> None:
     """The ids are those of the whole text, so no second space precedes the word."""
     (tmp_path / "words.jsonl").write_text('{"text": "bad fed cab"}\n')
     for text in KINDS.values():
@@ -90,7 +90,7 @@ def test_json_that_is_evaluated_as_plain_text_is_announced(run: Run) -> None:
         assert (status, f"WARNING: {data} is JSON" in error) == (0, announced)
 
 
-def test_what_stands_before_a_text_is_not_predicted(model: RWKV, tmp_path: Path) -> None:
+def test_the_context_before_a_text_is_not_predicted(model: RWKV, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("abc")
     (score,) = evaluation.score_text(model, ByteTokenizer(), path, [10, 11], 5)
@@ -111,7 +111,7 @@ def test_the_result_is_one_line_of_json(run: Run) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
-def test_a_full_disk_costs_the_file_and_not_the_result(run: Run) -> None:
+def test_a_full_disk_loses_the_file_but_not_the_result(run: Run) -> None:
     status, output, error = run("evaluate", *EVALUATED, "data.path=text.txt", "out=/dev/full")
     assert status == 2
     assert json.loads(output)["tokens"] == 99
@@ -175,7 +175,7 @@ def test_last_words_are_scored_in_batches_as_alone(words_model: RWKV, batch_size
     assert sum(score.nats for score in scores) == pytest.approx(sum(total for total, _ in expected), rel=1e-5)
 
 
-def test_a_word_that_the_model_would_write_is_right(words_model: RWKV) -> None:
+def test_a_word_that_the_model_would_generate_is_correct(words_model: RWKV) -> None:
     context = [0, *SPACED.encode("ab")]
     likely = []
     for _ in range(3):
@@ -221,13 +221,13 @@ def test_bits_per_byte_of_a_text_that_the_tokenizer_lost_are_withheld(run: Run, 
     assert "WARNING" in error
 
 
-def test_a_text_that_is_lost_as_a_whole_is_no_empty_file(run: Run) -> None:
+def test_a_text_that_the_tokenizer_loses_is_not_called_an_empty_file(run: Run) -> None:
     small_model("conv1d", 320).save_pretrained("model.ckpt", dropping("x"))
     Path("text.txt").write_text("ab ba", encoding="utf-8")
     one_sentence(run("evaluate", *EVALUATED, "data.path=text.txt"), "100 %")
 
 
-def test_a_last_word_that_is_lost_is_not_right(run: Run, tmp_path: Path) -> None:
+def test_a_last_word_that_the_tokenizer_loses_is_not_correct(run: Run, tmp_path: Path) -> None:
     """Characters that the tokenizer drops have no ids to predict, but the word must not count as right."""
     small_model("conv1d", 320).save_pretrained("model.ckpt", dropping("ab"))
     write_texts(tmp_path / "texts.jsonl", ["ab éé", "a ûû"])

@@ -9,8 +9,8 @@ from rwkv.io import hub
 from rwkv.tools import list as listing
 
 
-def test_runs_are_listed_wherever_out_dir_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_listed_wherever_out_dir_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hub, "cached_models", list)
     listing.main([])

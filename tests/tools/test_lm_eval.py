@@ -43,7 +43,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_the_model_is_ours_unless_another_is_named() -> None:
+def test_the_default_model_is_ours() -> None:
     assert command_line(["--tasks", "piqa"]) == ["run", "--model", "timemix", "--tasks", "piqa"]
     assert command_line(["run", "--tasks", "piqa"]) == ["run", "--model", "timemix", "--tasks", "piqa"]
     assert command_line(["--model", "hf", "--tasks", "piqa"]) == ["run", "--model", "hf", "--tasks", "piqa"]
@@ -91,13 +91,13 @@ def test_options_of_generation_that_are_not_known_are_named_once(capsys: pytest.
     assert line.endswith(" num_beams, typical_p")
 
 
-def test_repetitions_of_a_request_have_seeds_of_their_own() -> None:
+def test_repetitions_of_a_request_have_different_seeds() -> None:
     assert seeds_of(["a", "b", "a", "a"], 1234) == [1234, 1234, 1235, 1236]
 
 
 @each_generation
 @pytest.mark.parametrize("length", [1, 2, 9])
-def test_endings_of_one_context_are_scored_as_each_alone(generation: str, length: int) -> None:
+def test_endings_of_one_context_are_scored_like_each_alone(generation: str, length: int) -> None:
     model = small_model(generation=generation)
     context, *endings = [tokens(model, 1, T, seed)[0].tolist() for seed, T in enumerate((length, 3, 1, 5))]
     nats, right = score_endings(model, context, endings, chunk_len=4, batch_size=2)
@@ -183,7 +183,8 @@ def test_a_wrong_argument_of_the_model_is_reported_in_one_sentence(options: dict
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
-def test_the_numbers_are_those_of_the_harness_s_own_model(harness: None, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_equal_those_of_the_harness_s_own_model(harness: None, folder: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(folder / "cache"))
     environment = os.environ | ENVIRONMENT | {"HF_DATASETS_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.run([sys.executable, "-m", "rwkv.tools.lm_eval", "--model_args", f"checkpoint={folder / 'model'}",

@@ -34,7 +34,7 @@ def test_smoke_needs_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.programs
-def test_smoke_fails_where_a_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_smoke_fails_if_the_model_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "small.safetensors"
     model = small_model(vocab_size=256)
     with torch.no_grad():

@@ -65,7 +65,7 @@ def test_each_process_draws_random_numbers_of_its_own(folder: Path, two: Done) -
     assert first["numpy"] != second["numpy"]
 
 
-def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:
+def test_two_processes_finish_a_run(folder: Path, two: Done) -> None:
     """In validation, one process alone has the last batch. The run must still write the last sample and the report."""
     windows = -(-(len(TEXT.encode()) // 10) // 16)
     assert -(-windows // 2) % 2 == 1
@@ -99,7 +99,7 @@ def broadcast_with_short_timeout(rank: int, folder: Path, port: int) -> None:
 
 
 @pytest.mark.soak
-def test_the_others_wait_as_long_as_the_first_one_needs(tmp_path: Path) -> None:
+def test_the_other_processes_wait_as_long_as_the_first_needs(tmp_path: Path) -> None:
     """The first process may tokenise a large text for hours. torch's timeout of half an hour is one second here."""
     multiprocessing.spawn(broadcast_with_short_timeout, (tmp_path, free_port()), nprocs=2)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["tokenised", "tokenised"]
@@ -168,7 +168,7 @@ def test_an_unknown_interface_is_reported_in_one_sentence(monkeypatch: pytest.Mo
 
 
 @pytest.mark.soak
-def test_two_processes_go_on_to_the_bit_after_ctrl_c(folder: Path, two: Done) -> None:
+def test_two_processes_continue_bit_for_bit_after_ctrl_c(folder: Path, two: Done) -> None:
     """The launcher alone gets Ctrl-C, in the background of a shell. The command to continue need not say how many processes."""
     process = start(folder, "train", *RUN, *TWO, "out_dir=stopped", within=("sh", "-c", "trap '' INT; exec \"$@\"", "sh"))
     wait_for(process, folder / "stopped", 5)

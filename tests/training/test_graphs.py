@@ -121,7 +121,7 @@ def train(generation: str, precision: str, with_replay: bool) -> tuple[list[floa
 
 @each_generation
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_run_with_replays_is_the_run_without_to_the_bit(generation: str, precision: str) -> None:
+def test_a_run_with_replays_equals_a_run_without_bit_for_bit(generation: str, precision: str) -> None:
     losses, weights, replay = train(generation, precision, True)
     expected, expected_weights, _ = train(generation, precision, False)
     assert replay is not None
@@ -153,7 +153,7 @@ def test_passes_that_a_replay_cannot_compute_are_computed_as_usual() -> None:
     assert replay._graph.replays == 2
 
 
-def test_a_capture_that_fails_leaves_a_line_and_the_usual_way(capsys: pytest.CaptureFixture[str]) -> None:
+def test_after_a_failed_capture_a_line_says_so_and_the_run_computes_as_usual(capsys: pytest.CaptureFixture[str]) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 

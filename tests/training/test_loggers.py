@@ -136,8 +136,8 @@ def test_a_server_that_refuses_a_run_ends_the_run_but_no_finished_sweep(tmp_path
 
 
 @pytest.mark.programs
-def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_of_a_run_is_a_separate_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     first = wandb_run(CONFIG, tmp_path / "one").id
     wandb.finish()
@@ -255,7 +255,7 @@ class Failing(Logger):
 
 
 @pytest.mark.parametrize("method", ["log_metrics", "finalize"])
-def test_a_tracker_that_fails_costs_its_own_metrics_and_not_the_run(method: str, tmp_path: Path,
+def test_a_tracker_that_fails_loses_its_own_metrics_but_not_the_run(method: str, tmp_path: Path,
                                                                     capsys: pytest.CaptureFixture[str]) -> None:
     config = LoggerConfig(name="mine", _target_=f"{__name__}.Failing", arguments=[f"method={method}"])
     file, logger = loggers.loggers(config, tmp_path, RUN)

@@ -35,12 +35,12 @@ def gradients(task: LanguageModel, batch_list: list[Batch]) -> dict[str, Tensor]
 
 
 @each_generation
-def test_accumulated_gradients_are_those_of_the_large_batch(generation: str) -> None:
+def test_accumulated_gradients_equal_those_of_the_large_batch(generation: str) -> None:
     assert_same_gradients(gradients(task(generation), batches(4, 2)), gradients(task(generation), batches(1, 8)), 2e-6)
 
 
 @each_generation
-def test_activations_computed_anew_give_the_same_gradients_from_less_memory(generation: str) -> None:
+def test_recomputed_activations_give_the_same_gradients_with_less_memory(generation: str) -> None:
     plain, recomputed = task(generation), task(generation, activation_checkpointing=True)
     assert_same_gradients(gradients(recomputed, batches(1, 8)), gradients(plain, batches(1, 8)), 0)
     assert recomputed.state_dict().keys() == plain.state_dict().keys()

@@ -54,7 +54,7 @@ def gradients(task: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.thorough
 @each_form
-def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, kernel: str) -> None:
+def test_gradients_equal_those_of_each_document_as_one_sequence(generation: str, kernel: str) -> None:
     """The first row has two documents, the first of them with 12 tokens in segments of 8. Other rows have one document each."""
     task, data = make_task(kernel, generation=generation), batch()
     data.starts_document[0, 2] = True
@@ -68,7 +68,7 @@ def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, k
 
 
 @each_generation
-def test_another_document_before_changes_nothing_to_the_bit(generation: str) -> None:
+def test_an_earlier_document_does_not_change_a_bit(generation: str) -> None:
     """Neither the tokens of the earlier document nor its final state matter, even if this state is NaN."""
     task, data = make_task(generation=generation), batch()
     data.starts_document[:, 2] = True
@@ -110,7 +110,7 @@ def flat(gradients: dict[str, Tensor]) -> Tensor:
 
 
 @each_generation
-def test_the_state_goes_on_to_the_next_step_without_gradient(generation: str) -> None:
+def test_the_state_is_carried_to_the_next_step_without_gradient(generation: str) -> None:
     task, data = make_task(generation=generation), batch()
     steps = [data._replace(x=data.x[:, k:k + 2], y=data.y[:, k:k + 2], starts_document=data.starts_document[:, k:k + 2])
              for k in (0, 2)]
@@ -143,7 +143,7 @@ def test_options_that_save_memory_change_no_gradient(generation: str, compiled: 
 
 
 @pytest.mark.thorough
-def test_the_activations_of_one_segment_exist_at_a_time() -> None:
+def test_only_the_activations_of_one_segment_exist_at_a_time() -> None:
     """Each further segment costs only its state, its output and the gradients of both."""
     def step(K: int) -> int:
         task = LanguageModel(small_model("conv1d", n_layer=4, n_embd=64), OptimConfig(), 10, 1.0)
@@ -181,7 +181,7 @@ def batches_of(stream: Any, share: StepLayout, steps: int) -> Iterator[Segments]
 @pytest.mark.parametrize(("generation", "share"), [
     ("rwkv4", StepLayout(2, 3)), ("rwkv7", StepLayout(1, 2, 0, 3)), *(
         pytest.param("rwkv4", share, marks=pytest.mark.soak) for share in (StepLayout(2, 1, 0, 3), StepLayout(1, 2, 0, 3)))])
-def test_accumulation_and_processes_have_the_large_batch(short: Any, generation: str, share: StepLayout) -> None:
+def test_accumulation_and_processes_equal_the_large_batch(short: Any, generation: str, share: StepLayout) -> None:
     """Loss and gradients agree in three steps with carried states. Each process is a separate task here."""
     large, apart, steps = make_task(generation=generation), [make_task(generation=generation) for _ in range(share.world)], 3
     batches = [batches_of(short, share._replace(rank=rank), steps) for rank in range(share.world)]
@@ -208,7 +208,7 @@ class SaveThirdStep(lightning.Callback):
     ("rwkv4", "32-true"), ("rwkv4", "bf16-mixed"), ("rwkv4", "fp16-mixed"), ("rwkv7", "bf16-mixed"),
     ("rwkv7", "fp16-mixed")])
 @pytest.mark.filterwarnings("ignore")    # Lightning warns about so small a run
-def test_a_run_goes_on_to_the_bit(tmp_path: Path, generation: str, precision: str, short: Any) -> None:
+def test_a_run_continues_bit_for_bit(tmp_path: Path, generation: str, precision: str, short: Any) -> None:
     """Weights and states are equal, and so is the scale of fp16, which grows every two steps."""
     batches = list(batches_of(short, StepLayout(2), 6))
 

@@ -119,7 +119,7 @@ def test_standard_output_is_the_sample_alone(folder: Path, whole: Done) -> None:
     assert whole.output == sample + "\n"
 
 
-def test_generation_needs_the_checkpoint_alone(folder: Path, whole: Done, tmp_path: Path) -> None:
+def test_generation_needs_only_the_checkpoint(folder: Path, whole: Done, tmp_path: Path) -> None:
     """Generation works in another directory, writes to standard output alone, and takes a prompt that Hydra would refuse."""
     prompt = "line 7: the ${quick}, 'brown' = fox\n"
     result = done_here(tmp_path, "generate", f"checkpoint={folder / 'whole'}", f"prompt={prompt}", "max_new_tokens=30")

@@ -101,7 +101,7 @@ def test_equal_documents_alone_can_be_trained_on(tmp_path: Path, written: Writer
 
 
 @pytest.mark.parametrize("written", [as_lines, as_files, as_separated_text, as_conversations])
-def test_white_space_makes_no_other_document(tmp_path: Path, written: Writer) -> None:
+def test_documents_that_differ_only_in_white_space_are_copies(tmp_path: Path, written: Writer) -> None:
     corpus = prepare(written(tmp_path, [*TEXTS, *(text.replace(" ", "  ") + "\r\n\n" for text in TEXTS)]), 16)
     train, val = ({" ".join(text.split()) for text in split} for split in documents(corpus))
     assert not train & val

@@ -229,7 +229,7 @@ def test_a_run_does_not_continue_with_other_weights(folder: Path) -> None:
 
 
 @pytest.mark.programs
-def test_a_run_validates_each_source_and_continues_to_the_bit(folder: Path) -> None:
+def test_a_run_validates_each_source_and_continues_bit_for_bit(folder: Path) -> None:
     run = ("debug=fast", "trainer=cpu", "logger=csv", "kernel=conv1d", "data=mix", SOURCES, "model.n_layer=1",
            "model.ctx_len=16", "data.val_fraction=0.1", "data.cache_dir=cache", "trainer.val_tokens=null",
            "trainer.val_every=4", "trainer.checkpoint_every=4")

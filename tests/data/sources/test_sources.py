@@ -78,7 +78,7 @@ def test_only_sources_of_the_library_itself_are_read(tmp_path: Path) -> None:
     assert (len(text.train), len(text.val)) == (2, 1)
 
 
-def test_a_new_file_leaves_the_order_of_the_others(tmp_path: Path) -> None:
+def test_a_new_file_does_not_change_the_order_of_the_others(tmp_path: Path) -> None:
     for name in "abcdefgh":
         (tmp_path / f"{name}.py").write_text(name * 100)
     before = read_stdlib(tmp_path, 0.5)
@@ -99,7 +99,7 @@ def test_one_file_is_split_at_nine_tenths_of_its_characters(config: DataConfig) 
 
 
 @pytest.mark.parametrize("separator", [None, "--"])
-def test_a_byte_order_mark_is_no_text(config: DataConfig, tmp_path: Path, separator: str | None) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_text(config: DataConfig, tmp_path: Path, separator: str | None) -> None:
     for name, words in zip("ab", (WORDS[:30], WORDS[30:]), strict=True):
         (tmp_path / f"{name}.txt").write_text("--".join(words), encoding="utf-8-sig")
     for path in (tmp_path, tmp_path / "a.txt"):
@@ -481,7 +481,7 @@ def test_marks_that_end_documents_are_counted_and_separate(config: DataConfig, t
     assert f"data.separator={shlex.quote(mark)}" in describe({mark: 3}, takes_separator=True)
 
 
-def test_a_text_that_only_resembles_a_mark_is_no_mark() -> None:
+def test_a_text_that_only_resembles_a_mark_is_not_a_mark() -> None:
     assert not marks(["if a <end> b", "<s>old</S>", "a | end | b", "x[END]", "<|user|>", "<br/>", "[sep]", "List<EosType>"])
 
 

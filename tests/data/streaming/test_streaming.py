@@ -389,7 +389,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 @HF
 @LEFT_OPEN
 @pytest.mark.parametrize("shape", ["file", "folder", "pattern", "saved", "csv"])
-def test_a_data_set_is_read_as_the_same_lines_are(config: DataConfig, tmp_path: Path, quiet: Any, shape: str) -> None:
+def test_a_data_set_is_read_like_the_same_lines(config: DataConfig, tmp_path: Path, quiet: Any, shape: str) -> None:
     folder = tmp_path / "nested" / "dätä"
     rows = [quiet({"n": [1] * len(part), "text": part}) for part in (TEXTS[:70], TEXTS[70:71], TEXTS[71:])]
     path = folder
@@ -470,7 +470,7 @@ def test_validation_documents_of_one_source_are_in_no_other(config: DataConfig, 
 
 
 @pytest.mark.programs
-def test_a_killed_run_continues_to_the_bit(config: DataConfig, tmp_path: Path) -> None:
+def test_a_killed_run_continues_bit_for_bit(config: DataConfig, tmp_path: Path) -> None:
     run = ("debug=fast", "trainer=cpu", "logger=csv", "kernel=conv1d", "data=jsonl", f"data.path={config.path}",
            "data.streaming=true", "data.val_documents=10", "data.shuffle_buffer=16", "model.n_layer=1", "model.ctx_len=16",
            "trainer.max_steps=60", "trainer.checkpoint_every=7", "trainer.val_every=30", "data.num_workers=1")
@@ -485,7 +485,7 @@ def test_a_killed_run_continues_to_the_bit(config: DataConfig, tmp_path: Path) -
 
 
 @pytest.mark.soak
-def test_two_processes_train_as_one_does(config: DataConfig, tmp_path: Path) -> None:
+def test_two_processes_train_like_one(config: DataConfig, tmp_path: Path) -> None:
     run = ("debug=fast", "logger=csv", "kernel=conv1d", "data=jsonl", f"data.path={config.path}", "data.streaming=true",
            "data.val_documents=10", "data.shuffle_buffer=16", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=12",
            "trainer.checkpoint_every=6", "trainer.val_every=6", "trainer.keep_last=2")
@@ -500,5 +500,5 @@ def test_two_processes_train_as_one_does(config: DataConfig, tmp_path: Path) -> 
         assert losses(tmp_path / "two", name) == pytest.approx(losses(tmp_path / "one", name), rel=1e-4)
 
 
-def test_the_tokenizer_of_a_stream_is_the_run_s(config: DataConfig) -> None:
+def test_the_tokenizer_of_a_stream_becomes_the_run_s(config: DataConfig) -> None:
     assert prepare(config, T).tokenizer.hash == ByteTokenizer().hash

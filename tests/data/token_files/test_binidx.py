@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 @pytest.mark.parametrize("dtype", CODES)
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
-def test_ids_are_read_as_they_are(config: DataConfig, tmp_path: Path, dtype: str, suffix: str) -> None:
+def test_ids_are_read_unchanged(config: DataConfig, tmp_path: Path, dtype: str, suffix: str) -> None:
     write(tmp_path / "data", [[*document, 0] for document in DOCUMENTS], dtype)
     prepared = prepare(dataclasses.replace(config, path=f"{config.path}{suffix}"), 16)
     ids = [*prepared.train[:].tolist(), *prepared.val[:].tolist()]
@@ -67,7 +67,7 @@ def test_one_document_gives_its_last_part(config: DataConfig, tmp_path: Path) ->
     assert prepared.train.starts.tolist() == [0]
 
 
-def test_ids_that_are_no_text_have_a_byte_each(config: DataConfig, tmp_path: Path) -> None:
+def test_ids_that_are_not_text_have_a_byte_each(config: DataConfig, tmp_path: Path) -> None:
     """Decoded to text, a byte that is not UTF-8 would be U+FFFD, which has three bytes."""
     write(tmp_path / "data", [[*range(128, 256)] * 8])
     prepared = prepare(config, 16)
@@ -219,7 +219,7 @@ def test_parts_are_one_corpus_in_the_order_of_their_numbers(config: DataConfig, 
 
 @pytest.mark.parametrize("names", [["data_text_document"], ["data_content_document"], ["data_0", "data_1"],
                                    ["data_000_text_document", "data_001_text_document"], ["data-00000", "data-00001"]])
-def test_a_name_stands_for_megatron_s_files_and_for_parts(config: DataConfig, tmp_path: Path, names: list[str]) -> None:
+def test_a_name_selects_megatron_s_files_and_parts(config: DataConfig, tmp_path: Path, names: list[str]) -> None:
     for number, name in enumerate(names):
         write(tmp_path / name, DOCUMENTS[number::len(names)])
     write(tmp_path / "database", DOCUMENTS[:1])

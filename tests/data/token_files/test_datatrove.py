@@ -34,7 +34,7 @@ def write(path: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2", st
 
 @pytest.mark.parametrize(("dtype", "stated"), [("<u2", "gpt2"), ("<u2", "gpt2|2"), ("<u4", "a/b|4"), ("<u4", None),
                                                ("<u2", None)])
-def test_ids_are_read_as_they_are(config: DataConfig, tmp_path: Path, dtype: str, stated: str | None) -> None:
+def test_ids_are_read_unchanged(config: DataConfig, tmp_path: Path, dtype: str, stated: str | None) -> None:
     shard = tmp_path / "00000_00000_shuffled.ds"
     write(shard, DOCUMENTS, dtype, stated)
     prepared = prepare(dataclasses.replace(config, path=str(shard)), 16)

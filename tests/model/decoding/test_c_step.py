@@ -41,7 +41,7 @@ def model_in(format: str, generation: str, sizes: str = "whole blocks", **others
     pytest.param(generation, format, marks=() if format not in UNUSUAL_BLOCKS else pytest.mark.thorough
                  if generation == "rwkv7" else pytest.mark.soak) for generation in ("rwkv4", "rwkv7") for format in BLOCKS])
 @torch.no_grad()
-def test_steps_with_blocks_are_the_models_in_float64(level: str, format: str, generation: str) -> None:
+def test_steps_with_blocks_equal_the_model_in_float64(level: str, format: str, generation: str) -> None:
     """A difference in the last bit may round an input of a row differently, and the row differs from then on."""
     model = model_in(format, generation)
     several = tokens(model, B=3, T=6)
@@ -69,7 +69,7 @@ LONGER: dict[str, Callable[[Any], Any]] = {
 @in_c
 @each_generation
 @pytest.mark.parametrize("struct", LONGER)
-def test_a_field_in_python_alone_is_refused(struct: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_that_only_python_has_is_refused(struct: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_in("float32", generation)
     step_of(model)
     step_c = optional_module(model.config, "step_c")
@@ -94,8 +94,8 @@ def test_heads_and_ranks_of_other_sizes(head_size: int, rank: int) -> None:
 @in_c
 @each_generation
 @torch.no_grad()
-def test_a_matrix_that_is_read_where_it_lies_gives_the_bits_of_its_copy_by_input(
-        level: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matrix_read_in_place_gives_the_bits_of_its_copy_by_input(level: str, generation: str,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_in("bfloat16", generation, n_embd=40, n_ffn=1032)
     several, steps = tokens(model, B=7, T=3), []
     for copied in (c_step.COPIED, 0):
@@ -132,7 +132,7 @@ def test_an_int8_matrix_by_input_gives_the_bits_of_one_by_output(level: str, gen
 @each_generation
 @pytest.mark.parametrize("format", FORMATS_HERE)
 @torch.no_grad()
-def test_no_number_becomes_finite_that_was_not(level: str, format: str, generation: str) -> None:
+def test_nonfinite_numbers_stay_nonfinite(level: str, format: str, generation: str) -> None:
     """Otherwise a model that overflows would write random text instead of failing. Other rows are not affected."""
     model = model_in(format, generation)
     decoder = CDecoder(model, model.empty_state(3))
@@ -148,7 +148,7 @@ def test_no_number_becomes_finite_that_was_not(level: str, format: str, generati
 
 @in_c
 @each_generation
-def test_a_number_that_is_no_token_gives_nan(generation: str) -> None:
+def test_a_number_that_is_not_a_token_gives_nan(generation: str) -> None:
     model = model_in("float32", generation)
     logits = CDecoder(model, model.empty_state(3)).step(torch.tensor([model.vocab_size, 2, -1]))
     assert logits.isnan().all(1).tolist() == [True, False, True]
@@ -158,7 +158,7 @@ def test_a_number_that_is_no_token_gives_nan(generation: str) -> None:
 @each_generation
 @pytest.mark.parametrize("format", FORMATS_HERE)
 @torch.no_grad()
-def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, format: str, generation: str) -> None:
+def test_a_row_has_the_same_bits_alone_and_among_others(level: str, format: str, generation: str) -> None:
     """The numbers of rows cover every tile size."""
     model, rows = model_in(format, generation), 15
     several = tokens(model, B=rows, T=4)
@@ -287,7 +287,7 @@ def test_rows_join_and_leave(generation: str) -> None:
 @in_c
 @each_generation
 @pytest.mark.parametrize(("format", "vocab_size"), [("float32", 1), ("bfloat16", 7), ("int8", 33), ("int4", 100), ("q8_0", 64)])
-def test_nothing_is_written_beyond_the_ends(level: str, format: str, vocab_size: int, generation: str) -> None:
+def test_nothing_is_written_past_the_end_of_a_buffer(level: str, format: str, vocab_size: int, generation: str) -> None:
     model = model_in(format, generation, "pieces of blocks", vocab_size=vocab_size)
     step, state = step_of(model), sum(part[:, 0].numel() for part in model.empty_state(1))
     states, work, logits = torch.full((3, state), 7.0), torch.full((3, step.size), 7.0), torch.full((3, vocab_size), 7.0)
@@ -306,7 +306,7 @@ def test_nothing_is_written_beyond_the_ends(level: str, format: str, vocab_size:
     (lambda: small_model("reference", n_att=20), "20"),
     (lambda: small_model("reference").double(), "float64"),
     (lambda: small_model("reference").to("meta"), "meta")], ids=["head", "width", "dtype", "device"])
-def test_what_has_no_step_in_c_says_why(make_model: Any, expected_word: str) -> None:
+def test_a_model_without_a_step_in_c_says_why(make_model: Any, expected_word: str) -> None:
     assert expected_word in str(why_not(make_model()))
 
 

@@ -58,7 +58,7 @@ def test_whole_models_compute_the_formulas(generation: str, case: str, half: boo
 
 
 @each_generation
-def test_packed_texts_are_each_text_alone(generation: str) -> None:
+def test_packed_texts_equal_each_text_alone(generation: str) -> None:
     """The hidden states of whole models and the sums of the gradients are compared."""
     model = small_model("c_v0", generation=generation, n_layer=2)
     ids = tokens(model, 1, 12)
@@ -88,7 +88,7 @@ def test_no_rows_launch_nothing() -> None:
     assert [tuple(grad.shape) for grad in grads] == [(16,)] * 3
 
 
-def test_rows_with_gaps_are_read_as_they_are() -> None:
+def test_rows_with_gaps_are_read_in_place() -> None:
     """Tensors such as x[:, -1] have gaps between their rows, which a kernel must not read as rows."""
     torch.manual_seed(0)
     for name, (function, inputs) in test_fused_c.cases(torch.float32, 2, 5, 3, 8).items():
@@ -98,7 +98,7 @@ def test_rows_with_gaps_are_read_as_they_are() -> None:
             assert one is None or torch.equal(one, other), name     # type: ignore[arg-type]
 
 
-def test_heads_that_are_no_power_of_two_are_left_to_the_formulas() -> None:
+def test_heads_whose_size_is_not_a_power_of_two_use_the_formulas() -> None:
     k = torch.randn(1, 2, 12)
     assert fused_backend.backend_for(k, N=6) is None
     assert fused_backend.backend_for(k, N=4) is fused_triton

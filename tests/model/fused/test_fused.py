@@ -180,7 +180,7 @@ def test_a_second_derivative_is_refused(case: Case) -> None:
 
 
 @each_case
-def test_inputs_and_incoming_gradients_are_left_alone(case: Case) -> None:
+def test_inputs_and_incoming_gradients_are_not_changed(case: Case) -> None:
     fused_function, _, shapes = case
     inputs = random(shapes, torch.float32)
     before = [tensor.detach().clone() for tensor in inputs]

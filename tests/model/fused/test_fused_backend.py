@@ -20,7 +20,7 @@ def uncached_reasons() -> Iterator[None]:
 
 
 @pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-def test_a_cpu_has_c() -> None:
+def test_a_cpu_gets_c() -> None:
     x = torch.ones(1, 2, 6)
     assert fused_backend.backend_for(x, dtype=torch.bfloat16, N=3) is fused_c
     assert fused_backend.backend_for(x.double()) is None
@@ -29,21 +29,21 @@ def test_a_cpu_has_c() -> None:
     assert fused_backend.describe("cpu") == "in C"
 
 
-def test_another_device_has_the_formulas() -> None:
+def test_another_device_gets_the_formulas() -> None:
     x = torch.ones(1, 2, 6, device="meta")
     assert fused_backend.backend_for(x) is None
     assert fused.squared_relu(x).shape == x.shape
 
 
 @pytest.mark.parametrize("reason", [None, "Triton is not installed (pip install -e '.[triton]')"])
-def test_a_gpu_has_triton_where_that_can_run(reason: str | None, uncached_reasons: None,
+def test_a_gpu_gets_triton_if_triton_can_run(reason: str | None, uncached_reasons: None,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "why_not", lambda: reason)
     assert fused_backend.describe("cuda") == ("in Triton" if reason is None else f"in PyTorch's operations: {reason}")
     assert fused_backend.why_not("cuda") == reason
 
 
-def test_without_the_library_a_cpu_has_the_formulas(uncached_reasons: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_a_cpu_gets_the_formulas(uncached_reasons: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "why_not", lambda: "there is no library for this machine")
     x = torch.tensor([[[-1.0, 2.0]]])
     assert fused_backend.backend_for(x) is None

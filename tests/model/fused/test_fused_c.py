@@ -136,7 +136,7 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
         torch.set_num_threads(before)
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_nonfinite_values_stay_nonfinite() -> None:
     x = torch.tensor([[[float("nan"), float("inf"), -float("inf"), 2.0]]])
     assert str(fused_c.squared_relu(x).flatten().tolist()) == "[nan, inf, 0.0, 4.0]"
     assert str(fused_c.squared_relu(x, torch.ones_like(x)).flatten().tolist()) == "[nan, inf, 0.0, 4.0]"

@@ -58,7 +58,7 @@ def test_logits_are_those_of_the_formula_merged_or_not(model: RWKV, model_file: 
         np.testing.assert_allclose(loaded.head(hidden).numpy(), expected, rtol=0, atol=4e-5)
 
 
-def test_merging_drops_what_it_has_added_and_the_model_is_the_same_model(model: RWKV, model_file: Path) -> None:
+def test_merging_drops_only_the_merged_tensor_and_keeps_the_fingerprint(model: RWKV, model_file: Path) -> None:
     """Merging drops only s_emb_x and keeps the fingerprint; n_parameters() counts the tensors of the unmerged model."""
     merged = RWKV.from_pretrained(model_file, "reference")
     assert set(model.state_dict()) - set(merged.state_dict()) == {name for name in TENSORS if "s_emb_x" in name}
@@ -69,7 +69,7 @@ def test_merging_drops_what_it_has_added_and_the_model_is_the_same_model(model: 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [("bfloat16", 0.05), ("int8", 0.05), ("int4", 0.3)])
 @torch.no_grad()
-def test_other_dtypes_are_near(model: RWKV, model_file: Path, dtype: str, allowed: float) -> None:
+def test_other_dtypes_are_close(model: RWKV, model_file: Path, dtype: str, allowed: float) -> None:
     """With DeepEmbed the second product of the feed-forward half has inputs of either sign, and without it none is negative."""
     ids = tokens(model, T=16)
     expected = in_float64(model, ids)
@@ -89,7 +89,7 @@ def test_files_are_written_as_they_were_read(model: RWKV, model_file: Path, tmp_
 
 
 @torch.no_grad()
-def test_a_merged_model_is_written_with_nothing_left_to_merge(model: RWKV, model_file: Path, tmp_path: Path) -> None:
+def test_a_merged_model_is_written_without_a_tensor_to_merge(model: RWKV, model_file: Path, tmp_path: Path) -> None:
     """The author's code requires s_emb_x, but programs that write merged files leave it out."""
     RWKV.from_pretrained(model_file, "reference").save_pretrained(tmp_path / "merged.pth")
     loaded = torch.load(tmp_path / "merged.pth")
@@ -157,7 +157,7 @@ def test_a_new_model_equals_one_without_deep_embed_and_learns() -> None:
 
 
 @torch.no_grad()
-def test_packed_texts_are_read_as_each_alone(model: RWKV) -> None:
+def test_packed_texts_are_read_like_single_texts(model: RWKV) -> None:
     ids = tokens(model, B=1, T=20)
     starts = torch.zeros(1, 20, dtype=torch.bool)
     starts[0, [0, 7]] = True
@@ -173,7 +173,7 @@ def test_the_tables_get_no_adapter(model: RWKV) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_texts_are_those_of_whole_passes(model_file: Path, dtype: str) -> None:
+def test_texts_equal_those_of_whole_passes(model_file: Path, dtype: str) -> None:
     loaded, tokenizer = RWKV.from_pretrained(model_file, "reference", dtype=dtype), ByteTokenizer()
     assert isinstance(decoder_of(loaded, loaded.empty_state(1)), Decoder)
     samples = generate_batch(loaded, tokenizer, ["One", "Another one"], 12, temperature=0)

@@ -52,7 +52,7 @@ def assert_same_state(state: State, expected: list[LayerState]) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @torch.no_grad()
-def test_logits_and_state_are_those_of_the_formulas(kernel: str) -> None:
+def test_logits_and_state_equal_those_of_the_formulas(kernel: str) -> None:
     model = small(kernel)
     ids = tokens(model, T=40)
     expected, after = oracle(model)(ids.numpy())
@@ -66,7 +66,7 @@ def test_logits_and_state_are_those_of_the_formulas(kernel: str) -> None:
     assert_same_state(state, after)
 
 
-def test_layers_that_must_be_called_compute_the_same() -> None:
+def test_layers_that_must_be_called_give_the_same_results() -> None:
     """Adapters, hooks and torch.compile see the plain form, whose gradients equal those of the fused form."""
     model = small()
     names, weights = zip(*model.named_parameters(), strict=True)
@@ -103,7 +103,7 @@ def test_every_tensor_counts_but_layer_0_s_value_residual() -> None:
 
 
 @torch.no_grad()
-def test_tokens_that_are_all_the_same_and_a_key_of_zero_stay_finite() -> None:
+def test_equal_tokens_and_a_key_of_zero_stay_finite() -> None:
     model = small()
     model.blocks[1].att.key.weight.zero_()
     ids = torch.zeros(1, 30, dtype=torch.long)
@@ -132,13 +132,13 @@ def test_parameters_have_the_official_names_and_shapes() -> None:
 
 
 @pytest.mark.parametrize(("n_embd", "ranks"), [(64, (32, 32, 32, 32)), (768, (64, 64, 32, 128)), (4096, (160, 160, 96, 320))])
-def test_ranks_that_are_not_given_are_the_trainers(n_embd: int, ranks: tuple[int, ...]) -> None:
+def test_the_default_ranks_are_those_of_the_official_trainer(n_embd: int, ranks: tuple[int, ...]) -> None:
     actual = with_default_widths(ModelConfig(generation="rwkv7", n_embd=n_embd))
     assert (actual.decay_low_rank_dim, actual.a_low_rank_dim, actual.v_low_rank_dim, actual.gate_low_rank_dim) == ranks
     assert actual.n_ffn == 4 * n_embd
 
 
-def test_a_width_that_is_no_whole_number_of_heads_is_reported_in_one_sentence() -> None:
+def test_a_width_that_is_not_a_multiple_of_the_head_size_is_reported_in_one_sentence() -> None:
     with pytest.raises(UserError):
         shapes(ModelConfig(generation="rwkv7", n_embd=100), 50)
 
@@ -149,7 +149,7 @@ def test_an_option_of_another_generation_is_reported_in_one_sentence(generation:
         RWKV(ModelConfig(generation=generation, **{name: 32}), 50, None)
 
 
-def test_a_model_of_the_same_weights_without_the_unused_tensors_is_the_same_model() -> None:
+def test_the_fingerprint_does_not_depend_on_unused_tensors() -> None:
     """Saved states contain the fingerprint, which must not depend on tensors that some formats leave out."""
     model = small()
     before = model.fingerprint()
@@ -283,7 +283,7 @@ def test_the_optimiser_has_the_three_official_groups(new_model: RWKV) -> None:
     assert {name for name, (_, decay) in actual.items() if decay} >= {"emb.weight", "head.weight"}
 
 
-def test_muon_takes_the_matrices_that_a_plain_matrix_product_uses(new_model: RWKV) -> None:
+def test_muon_updates_the_matrices_of_plain_matrix_products(new_model: RWKV) -> None:
     groups = parameter_groups(new_model, OptimConfig(name="muon"))
     names = {parameter: name for name, parameter in new_model.named_parameters()}
     theirs = {names[parameter].split(".", 2)[2] for group in groups if group.get("orthogonal") for parameter in group["params"]}

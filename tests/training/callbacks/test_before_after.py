@@ -116,7 +116,7 @@ def test_a_folder_whose_name_is_not_utf_8(run: Run, folder: Path, monkeypatch: p
 
 
 @pytest.mark.programs
-def test_measuring_changes_nothing_in_training(run: Run) -> None:
+def test_measurements_do_not_change_training(run: Run) -> None:
     options = "tune=lora", "tune.dropout=0.5"
     tune_model(run, *options, "out_dir=out")
     status, _, error = run("train", *OPTIONS, *options, "tune.guard=null", "trainer.sample_tokens=0", "trainer.sample_every=0",
@@ -131,7 +131,7 @@ def test_measuring_changes_nothing_in_training(run: Run) -> None:
 
 @pytest.mark.programs
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.soak), "full"])
-def test_a_continued_run_keeps_what_was_measured_before(run: Run, method: str) -> None:
+def test_a_continued_run_keeps_its_earlier_measurements(run: Run, method: str) -> None:
     """Measurements are equal to the bit, even without tuned.json and, in full tuning, without the base."""
     whole = tune_model(run, f"tune={method}", *KILLED)
     simulate_kill()
@@ -174,7 +174,7 @@ def test_a_general_text_that_cannot_be_read_is_refused(run: Run, content: bytes)
     assert not Path("out").exists()
 
 
-def test_a_general_text_that_is_not_measured_need_not_be_there() -> None:
+def test_a_general_text_that_is_not_measured_need_not_exist() -> None:
     """A run without tune= ignores the text that an experiment's file names, unless the user sets tune.guard."""
     config = TrainConfig(init_from="base7.safetensors", tune=TuneConfig(guard="nothing.txt"))
     check_new_run(config, ["init_from"])
@@ -204,7 +204,7 @@ def test_a_run_that_continues_pretraining_is_not_compared_unless_asked(run: Run)
 
 
 @pytest.mark.soak
-def test_a_run_begun_before_there_was_a_general_text_is_continued_as_it_was(run: Run) -> None:
+def test_a_run_without_a_general_text_is_continued_without_one(run: Run) -> None:
     tune_model(run, "tune=lora", *KILLED)
     simulate_kill()
     for path in Path("out/checkpoints").glob("*.ckpt"):

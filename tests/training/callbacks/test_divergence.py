@@ -93,8 +93,7 @@ def test_a_run_whose_every_step_is_skipped_fails(run: Run, folder: Path, monkeyp
 
 
 @pytest.mark.programs
-def test_a_sample_that_cannot_be_drawn_costs_neither_the_run_nor_its_report(run: Run, folder: Path,
-                                                                           monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sample_ends_neither_the_run_nor_its_report(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 

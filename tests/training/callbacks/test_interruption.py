@@ -39,8 +39,8 @@ def whole(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "times", "environment"), [
     ("SIGINT", 1, {}), ("SIGUSR1", 2, SLURM), pytest.param("SIGHUP", 2, {}, marks=pytest.mark.soak)])
-def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Path, name: str, times: int,
-                                                        environment: dict[str, str]) -> None:
+def test_a_run_that_is_asked_to_stop_continues_bit_for_bit(folder: Path, whole: Path, name: str, times: int,
+                                                           environment: dict[str, str]) -> None:
     """The signal comes before the first checkpoint. SIGHUP comes twice, from the kernel and the shell of a closing terminal."""
     run = folder / f"{name}, stopped"
     process = forked(folder, *RUN, f"out_dir={run.name}", **environment)
@@ -61,7 +61,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Pat
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_sigterm_to_all_processes_of_a_job_costs_nothing(folder: Path, whole: Path) -> None:
+def test_a_sigterm_to_all_processes_of_a_job_loses_nothing(folder: Path, whole: Path) -> None:
     """systemd and SLURM also send the signal to the workers that load data."""
     process = forked(folder, *RUN, "data.num_workers=2", "out_dir=all")
     wait_for(process, folder / "all", 5)
@@ -109,8 +109,8 @@ def test_an_incomplete_environment_of_torchrun_is_reported_in_one_sentence(folde
     assert not (folder / "torchelastic").exists()
 
 
-def test_a_run_that_saved_nothing_begins_again_beside_what_it_had_written(folder: Path, whole: Path, tmp_path: Path,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_checkpoint_restarts_and_keeps_its_earlier_files(folder: Path, whole: Path, tmp_path: Path,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint that Lightning writes in a job of SLURM, hpc_ckpt_1.ckpt, is not read."""
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)

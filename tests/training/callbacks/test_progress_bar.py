@@ -12,7 +12,7 @@ from rwkv.training.callbacks import progress_bar
 
 
 @pytest.mark.programs
-def test_validation_has_a_bar_of_its_own_and_the_median_a_line_of_its_own(tmp_path: Path) -> None:
+def test_validation_has_a_separate_bar_and_the_median_a_separate_line(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     done = done_here(tmp_path, "train", *SMALL, "logger=none", "trainer.max_steps=4", "trainer.val_every=2",
                      "trainer.log_every=1", "out_dir=run")
@@ -22,7 +22,7 @@ def test_validation_has_a_bar_of_its_own_and_the_median_a_line_of_its_own(tmp_pa
     assert re.search(r"^median [\d.]+ ms a step", done.error, re.MULTILINE)
 
 
-def test_a_file_gets_lines_soon_and_later_fewer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gets_lines_early_and_then_fewer(capsys: pytest.CaptureFixture[str]) -> None:
     """The first lines come soon, so that a run of a sweep is seen to go on. Later lines are rare, so that a log stays short."""
     clock = 0.0
     bar = progress_bar.bar(total=1000)
@@ -39,7 +39,7 @@ def test_a_file_gets_lines_soon_and_later_fewer(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no pseudo-terminals of this kind")
-def test_a_terminal_that_does_not_say_its_width_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_of_unknown_width_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = os.openpty()
     with os.fdopen(there, "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)

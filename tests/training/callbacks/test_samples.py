@@ -31,7 +31,7 @@ def differences(run: Path, other: Path) -> set[str]:
 
 
 @pytest.mark.programs
-def test_samples_and_norms_change_nothing_in_training(run: Run, tmp_path: Path) -> None:
+def test_samples_and_norms_do_not_change_training(run: Run, tmp_path: Path) -> None:
     """Weights, optimiser, random state and data position are bit-identical. Standard output has the last sample."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     without = run("train", *BRIEF, "trainer.sample_every=0", "out_dir=without")
@@ -87,7 +87,7 @@ class Trainer:
     global_step = 20
 
 
-def test_how_often() -> None:
+def test_the_interval_of_samples() -> None:
     assert sample_every(TrainerConfig(val_every=7)) == 7
     assert sample_every(TrainerConfig(val_every=7, sample_every=3)) == 3
     assert sample_every(TrainerConfig(sample_every=0)) == sample_every(TrainerConfig(strategy="fsdp")) == 0

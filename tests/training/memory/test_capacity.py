@@ -49,7 +49,7 @@ HERE, UP = "sys__fs__cgroup__job__", "sys__fs__cgroup__"
       f"{UP}memory__job__memory.usage_in_bytes": "900\n", f"{UP}memory__job__memory.stat": "total_inactive_file 30\n"}, 130),
     ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "10\n", f"{HERE}memory.current": "700\n"}, 0),
 ], ids=["machine", "no limit", "limit", "parent's limit", "container", "version 1", "above its limit"])
-def test_the_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], free: int) -> None:
+def test_the_limit_of_a_container_applies(tmp_path: Path, files: dict[str, str], free: int) -> None:
     assert free_memory(CPU, write_files(tmp_path, **MEMINFO, **files)) == free
 
 

@@ -72,12 +72,12 @@ def steps(optimiser: Callable[..., torch.optim.Optimizer], count: int, *shapes: 
     return [parameter.detach() for parameter in parameters]
 
 
-def test_small_and_odd_parameters_are_adamw_to_the_bit() -> None:
+def test_small_and_odd_parameters_equal_adamw_bit_for_bit() -> None:
     shapes = (LEAST - BLOCK,), (LEAST + 1, 1), (3, 5), ()
     assert all(map(torch.equal, steps(AdamW8bit, 5, *shapes), steps(FUSED, 5, *shapes)))
 
 
-def test_the_first_step_is_adamw_to_the_bit_and_later_ones_are_near() -> None:
+def test_the_first_step_equals_adamw_bit_for_bit_and_later_steps_are_close() -> None:
     shape = LEAST // 32, 64
     assert steps(AdamW8bit, 1, shape)[0].equal(steps(FUSED, 1, shape)[0])
     start, = steps(AdamW8bit, 0, shape)
@@ -97,7 +97,7 @@ def tiny_task() -> LanguageModel:
     return LanguageModel(model, OptimConfig(name="adamw8bit"), 10, 1.0)
 
 
-def test_the_state_takes_what_the_plan_says() -> None:
+def test_the_state_takes_the_memory_in_the_plan() -> None:
     task = tiny_task()
     optimizer = task.configure_optimizers()["optimizer"]
     for parameter in task.parameters():
@@ -153,7 +153,7 @@ RUN = (*SMALL, "logger=csv", "model=rwkv7_tiny", "model.n_layer=1", "model.n_emb
 
 
 @pytest.mark.soak
-def test_a_run_continues_to_the_bit_and_its_checkpoint_is_read_as_any_other(tmp_path: Path) -> None:
+def test_a_run_continues_bit_for_bit_and_its_checkpoint_is_read_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     options = (*RUN, "optim=adamw8bit", "trainer.optim_in_backward=true")
     for name, run_options in (("whole", options), ("adamw", RUN)):

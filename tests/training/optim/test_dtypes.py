@@ -123,8 +123,8 @@ def test_muons_directions_are_the_same_within_rounding(shape: tuple[int, ...], w
 @pytest.mark.parametrize(("options", "said"), [
     (("optim=normuon",), ["optimiser"]), (("trainer.precision=bf16-mixed",), ["WARNING"]),
     (("trainer.precision=fp16-mixed",), ["WARNING"]), (("trainer.precision=auto",), [])])
-def test_the_plan_says_what_is_chosen_and_what_is_slow(options: tuple[str, ...], said: list[str], run: Run,
-                                                       without_bfloat16: None) -> None:
+def test_the_plan_says_which_dtype_is_used_and_which_is_slow(options: tuple[str, ...], said: list[str], run: Run,
+                                                             without_bfloat16: None) -> None:
     Path("text.txt").write_text(TEXT)
     status, _, error = run("train", *SMALL, "plan=true", *options)
     assert status == 0, error

@@ -63,7 +63,7 @@ def test_matrices_are_updated_as_by_torchs_muon_and_the_rest_as_by_adamw() -> No
 
 
 @pytest.mark.parametrize("row_beta", [0.0, 0.9])
-def test_from_a_saved_state_training_goes_on_to_the_bit(row_beta: float) -> None:
+def test_training_continues_from_a_saved_state_bit_for_bit(row_beta: float) -> None:
     hidden, others = matrices(), vectors()
     optimizer = muon(hidden, others, row_beta)
     train([*hidden, *others], [optimizer], steps=3)
@@ -129,7 +129,7 @@ def test_state_follows_matrices_of_which_some_have_no_gradient_at_times() -> Non
         torch.testing.assert_close(one, other, rtol=0, atol=1e-3)       # directions are computed in bfloat16
 
 
-def test_rows_that_move_much_are_held_back_and_the_step_stays_as_long() -> None:
+def test_rows_that_change_much_are_damped_and_the_step_keeps_its_length() -> None:
     """Three steps follow NorMuon's formula."""
     torch.manual_seed(2)
     matrix, mean = nn.Parameter(torch.zeros(6, 9)), torch.zeros(6, 1)
@@ -149,7 +149,7 @@ def test_rows_that_move_much_are_held_back_and_the_step_stays_as_long() -> None:
         torch.testing.assert_close(step, expected * muons.norm() / expected.norm(), rtol=1e-4, atol=1e-7)
 
 
-def test_the_state_is_what_the_next_step_starts_from() -> None:
+def test_the_next_step_starts_from_the_current_state() -> None:
     """Replacing or clearing the state takes effect. Lightning replaces the state to move it to another device."""
     torch.manual_seed(3)
     gradients = [torch.randn(4, 6) for _ in range(2)]

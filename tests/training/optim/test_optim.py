@@ -75,7 +75,7 @@ def weights_after_steps(**options: Any) -> list[torch.Tensor]:
     return list(model.parameters())
 
 
-def test_adam_is_adamw_without_weight_decay_and_another_with_it() -> None:
+def test_adam_equals_adamw_only_without_weight_decay() -> None:
     assert all(map(torch.equal, weights_after_steps(name="adam"), weights_after_steps(name="adamw")))
     pairs = zip(*(weights_after_steps(name=name, weight_decay=0.5) for name in ("adam", "adamw")), strict=True)
     assert [bool((adam != adamw).any()) for adam, adamw in pairs] == [

@@ -66,8 +66,8 @@ def train(task: LanguageModel, options: dict[str, Any]) -> list[torch.Tensor]:
     *(pytest.param(*case, marks=pytest.mark.thorough) for case in (
         ({}, True), ({"activation_checkpointing": True}, False), ({"precision": "bf16-mixed"}, False), ({"tbptt": 1}, False)))],
     ids=str)
-def test_the_numbers_are_those_of_a_step_after_the_backward_pass(generation: str, options: dict[str, Any],
-                                                                 adapters: bool) -> None:
+def test_the_results_equal_those_of_a_step_after_the_backward_pass(generation: str, options: dict[str, Any],
+                                                                   adapters: bool) -> None:
     after, during = (train(make_task(in_backward, generation, options, adapters), options) for in_backward in (False, True))
     assert len(after) == len(during)
     assert all(map(torch.equal, after, during))
@@ -89,7 +89,7 @@ def peak_gradient_bytes(task: LanguageModel) -> int:
 
 
 @each_generation
-def test_the_gradients_of_all_weights_are_never_alive_at_once(generation: str) -> None:
+def test_the_gradients_of_all_weights_never_exist_at_once(generation: str) -> None:
     after, during = (peak_gradient_bytes(make_task(in_backward, generation, {})) for in_backward in (False, True))
     sizes = [parameter.nbytes for parameter in small_model(generation=generation).parameters()]
     assert (after, during) == (sum(sizes), max(sizes))

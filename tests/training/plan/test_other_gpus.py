@@ -39,7 +39,7 @@ def config_of(row: MeasuredStep, B: int, **trainer: Any) -> TrainConfig:
                        data=DataConfig(batch_size=B), trainer=TrainerConfig(precision=row.precision, **trainer))
 
 
-def test_the_measured_rows_are_those_of_the_results() -> None:
+def test_the_measured_rows_equal_those_of_the_results() -> None:
     stored = {MeasuredStep(row["generation"], row["precision"], row["n_layer"], row["n_embd"], row["vocab_size"],
                            row["batch_size"], row["ctx_len"], row["ms"], row["host_ms"])
               for row in ROWS if row["kernel"] == "auto"}
@@ -55,7 +55,7 @@ def test_on_the_gpu_that_was_measured_the_plan_has_the_measured_speed(row: Measu
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
-def test_the_formulas_of_memory_are_near_what_was_measured_on_a_gpu(row: MeasuredStep) -> None:
+def test_the_formulas_of_memory_are_close_to_measurements_on_a_gpu(row: MeasuredStep) -> None:
     """The measured loop freed the gradients before the next forward pass, whereas a run frees its gradients after that pass."""
     stored = next(each for each in ROWS if each["kernel"] == "auto"
                   and (each["generation"], each["precision"], each["n_layer"]) == (row.generation, row.precision, row.n_layer))
@@ -100,7 +100,7 @@ def test_small_passes_wait_for_the_host() -> None:
 
 @pytest.mark.parametrize(("model", "n_embd"), [("rwkv7_0.1b", 768), ("rwkv7_0.4b", 768), ("rwkv7_1.5b", 2048),
                                                ("rwkv7_13.3b", 2048), ("7b", 768)])
-def test_the_nearest_width_is_taken(model: str, n_embd: int) -> None:
+def test_the_nearest_width_is_used(model: str, n_embd: int) -> None:
     config = composed("train", f"model={model}", "trainer.precision=bf16-mixed")
     assert (nearest_measurement(config).n_embd, nearest_measurement(config).generation) == (n_embd, config.model.generation)
 
@@ -116,7 +116,7 @@ def test_which_plans_are_for_other_machines(arguments: tuple[str, ...], elsewher
     assert is_planned_elsewhere(composed("train", *arguments)) == elsewhere
 
 
-def test_the_table_of_the_documentation_is_that_of_the_plan() -> None:
+def test_the_table_in_the_documentation_equals_that_of_the_plan() -> None:
     rows = {cells[0]: cells[1:] for line in (ROOT / "docs/scale.md").read_text(encoding="utf-8").splitlines()
             if line.startswith("| ") for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
     for column, (model, strategy, nodes) in enumerate((("1.5b", "ddp", 1), ("7.2b", "fsdp", 4), ("13.3b", "fsdp", 8))):
@@ -138,7 +138,7 @@ def test_the_table_of_the_documentation_is_that_of_the_plan() -> None:
             assert rows[row][column] == expected, row
 
 
-def test_a_link_is_for_a_plan() -> None:
+def test_the_option_link_requires_a_plan() -> None:
     with pytest.raises(UserError) as error:
         check_new_run(composed("train", "trainer.link_gbps=100"), ["trainer.link_gbps"])
     assert "plan=true" in str(error.value)
@@ -154,7 +154,7 @@ def test_rows_that_cannot_be_divided_are_planned_for_the_next_number_that_can() 
     assert with_whole_rows(whole) == (whole, None)
 
 
-def test_a_cpu_is_no_gpu() -> None:
+def test_a_cpu_is_not_a_gpu() -> None:
     with pytest.raises(UserError):
         composed("train", "trainer=cpu", "plan=h100")
 

@@ -71,7 +71,7 @@ def test_steps_are_timed_where_they_are_quick_or_asked_for(width: int, options: 
 
 
 @pytest.mark.programs
-def test_the_plan_tells_of_copies_marks_and_another_split(run: Run) -> None:
+def test_the_plan_reports_copies_marks_and_another_split(run: Run) -> None:
     """The data are ten tales, three times each: as one text with a marker between tales, and as JSON lines."""
     tales = [f"Tale {number} is of {number * number % 97} hens who sat on walls.\n" for number in range(10)]
     Path("text.txt").write_text("<|endoftext|>\n".join(3 * tales))
@@ -95,7 +95,7 @@ def test_the_plan_tells_of_copies_marks_and_another_split(run: Run) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it needs /proc/loadavg")
-def test_another_program_that_computes_is_seen() -> None:
+def test_another_busy_program_is_noticed() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
             assert any(threads.competing_threads() for _ in range(100))
@@ -151,7 +151,7 @@ def test_segments_that_are_computed_twice_take_their_time() -> None:
     assert [duration.equivalent_steps(config, 60, 0) for config in configs] == [(60, 0), (60, 0), (75, 0)]
 
 
-def test_the_estimate_leaves_nothing_behind() -> None:
+def test_the_estimate_has_no_side_effects() -> None:
     """The estimate draws no random numbers and changes no gradients or weights, so that training is the same to the bit."""
     config = configured(2, 16, 2, 8)
     task = LanguageModel(RWKV(config.model, 50, select("wkv4", "torch_scan")).init_weights(), OptimConfig(), 10, 1.0)
@@ -172,8 +172,7 @@ def test_the_estimate_leaves_nothing_behind() -> None:
     (30, 0.2, ["30 times", "the first 30 of 120 tokens"]),
     (999, 0.5, ["30 times", "all 120 tokens", "50 %"]),
 ])
-def test_validation_of_a_part_or_of_more_than_a_third_of_the_time_is_a_line(val_tokens: int | None, time_share: float,
-                                                                            said: list[str]) -> None:
+def test_the_plan_has_a_line_for_partial_or_long_validation(val_tokens: int | None, time_share: float, said: list[str]) -> None:
     lines = list(this_machine._validation(val_tokens, 120, 30, time_share))
     assert len(lines) == bool(said)
     assert not [part for part in said if part not in lines[0][1]]

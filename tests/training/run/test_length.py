@@ -61,7 +61,7 @@ def test_the_steps_are_the_fewest_that_read_the_epochs(tmp_path_factory: pytest.
 
 
 @pytest.mark.programs
-def test_a_run_on_conversations_has_two_epochs_and_goes_on_with_more(tmp_path: Path) -> None:
+def test_a_run_on_conversations_has_two_epochs_and_can_be_extended(tmp_path: Path) -> None:
     """A run that has read all epochs is finished. A resume with more epochs equals to the bit a resume with as many steps."""
     write_data(tmp_path)
     first = done_here(tmp_path, "train", *SMALL, "out_dir=run")
@@ -89,21 +89,21 @@ def test_a_run_on_conversations_has_two_epochs_and_goes_on_with_more(tmp_path: P
 
 
 @given(st.floats(1, 1e12), st.integers(1, 20), st.integers(1, 20), st.integers(1, 4), st.integers(0, 4))
-def test_max_tokens_is_the_fewest_steps_that_read_them(tokens: float, B: int, T: int, accumulate: int, tbptt: int) -> None:
+def test_max_tokens_gives_the_fewest_steps_that_read_them(tokens: float, B: int, T: int, accumulate: int, tbptt: int) -> None:
     config = configured(1, 8, B, T, max_tokens=tokens, accumulate=accumulate, tbptt=tbptt)
     steps = with_max_steps(config, ["trainer.max_tokens"]).trainer.max_steps
     assert config.tokens_per_step == B * T * accumulate * max(1, tbptt)
     assert (steps - 1) * config.tokens_per_step < tokens <= steps * config.tokens_per_step
 
 
-def test_the_length_that_is_given_replaces_the_others() -> None:
+def test_the_length_that_the_user_sets_replaces_the_others() -> None:
     config = configured(1, 8, 4, 10, max_tokens=1000.0, max_steps=7, epochs=2.0)
     trainers = [with_max_steps(config, [key]).trainer for key in LENGTHS]
     assert [(each.max_steps, each.max_tokens, each.epochs) for each in trainers] == [(7, None, None), (25, 1000.0, None),
                                                                                      (7, None, 2.0)]
 
 
-def test_conversations_are_read_twice_where_nothing_gives_a_length() -> None:
+def test_conversations_are_read_twice_by_default() -> None:
     chat, text = (TrainConfig(data=DataConfig(name=name)) for name in ("chat", "text"))
     assert with_default_length(chat, ["data"]).trainer.epochs == 2
     assert with_default_length(text, ["data"]).trainer.epochs is None

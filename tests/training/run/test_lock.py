@@ -82,7 +82,7 @@ def test_a_killed_process_holds_nothing_whatever_its_children_do(tmp_path: Path)
     RunLock().hold(tmp_path)
 
 
-def test_one_lock_at_a_time_and_none_for_nobody(tmp_path: Path) -> None:
+def test_only_one_lock_holds_a_directory(tmp_path: Path) -> None:
     one, other = RunLock(), RunLock()
     one.hold(tmp_path)
     one.hold(tmp_path)
@@ -156,8 +156,9 @@ def test_latest_is_replaced_while_others_replace_it(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("obstacle", ["runs/latest/mine", "runs"])
-def test_an_obstacle_to_latest_is_reported_and_ends_no_run(tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch,
-                                                           capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_obstacle_to_latest_is_reported_and_does_not_end_the_run(tmp_path: Path, obstacle: str,
+                                                                    monkeypatch: pytest.MonkeyPatch,
+                                                                    capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path(obstacle).parent.mkdir(parents=True, exist_ok=True)
     Path(obstacle).write_text("something")

@@ -32,7 +32,7 @@ def test_a_new_run_takes_the_rates_of_its_method(base: str, tmp_path: Path, meth
 
 
 @pytest.mark.parametrize(("width", "lr"), [(64, 3e-3), (384, 3e-3), (768, 1.5e-3), (4096, 2.8e-4)])
-def test_a_wide_model_trained_from_nothing_takes_less(tmp_path: Path, width: int, lr: float) -> None:
+def test_a_wide_model_trained_from_scratch_has_a_lower_rate(tmp_path: Path, width: int, lr: float) -> None:
     run = open_run(TrainConfig(model=ModelConfig(n_embd=width), out_dir=str(tmp_path / "run")), ["model.n_embd"], [])
     assert run.config.optim.lr == lr
     assert [note.subject for note in run.notes] == ([] if lr == OptimConfig.lr else ["rate"])
@@ -44,13 +44,13 @@ def test_a_model_is_wide_from_385_channels_on() -> None:
 
 
 @pytest.mark.parametrize(("optim", "chosen"), [(OptimConfig(lr=2e-3), "optim.lr"), (OptimConfig(name="normuon"), "optim.name")])
-def test_a_wide_model_keeps_what_is_chosen(optim: OptimConfig, chosen: str) -> None:
+def test_a_wide_model_keeps_the_user_s_rates(optim: OptimConfig, chosen: str) -> None:
     config = TrainConfig(model=ModelConfig(n_embd=2 * WIDEST), optim=optim)
     assert with_default_rates(config, [chosen]) == (config, ())
 
 
 @pytest.mark.parametrize("method", TUNING_DEFAULTS)
-def test_chosen_options_stay_and_a_chosen_rate_has_its_own_last_rate(method: str) -> None:
+def test_the_user_s_options_stay_and_a_rate_has_its_own_last_rate(method: str) -> None:
     request = TrainConfig(tune=TuneConfig(method=method), init_from="FILE", optim=OptimConfig(lr=7e-3, warmup_steps=0))
     optim = with_default_rates(request, {"optim.lr", "optim.warmup_steps"})[0].optim
     assert (optim.lr, optim.warmup_steps, optim.min_lr) == (7e-3, 0, None)
@@ -67,14 +67,14 @@ def test_a_last_rate_that_the_default_schedule_would_ignore_is_refused(method: s
     with_default_rates(request, (), {"optim.min_lr"})    # a recipe for training from nothing may set it
 
 
-def test_an_experiments_and_a_debug_runs_options_stay() -> None:
+def test_the_options_of_an_experiment_and_of_a_debug_run_stay() -> None:
     line = cli.split(["experiment=shakespeare_char", "debug=overfit", "init_from=FILE"], TrainConfig)
     config = TrainConfig(init_from="FILE", optim=OptimConfig(lr=3e-3, min_lr=1e-6, schedule="linear", warmup_steps=0))
     assert with_default_rates(config, {*line.keys, *line.chosen}) == (config, ())
 
 
 @pytest.mark.parametrize("method", TUNING_DEFAULTS)
-def test_a_run_begun_before_keeps_its_rate_and_length(base: str, tmp_path: Path, method: str) -> None:
+def test_a_run_of_an_earlier_version_keeps_its_rate_and_length(base: str, tmp_path: Path, method: str) -> None:
     """The old config.yaml has no epochs, and the learning rate of training. The same command line continues the run."""
     before = as_plain(TrainConfig(tune=TuneConfig(method=method), init_from=base))
     before["data"]["name"] = "chat"

@@ -31,7 +31,7 @@ def test_the_length_is_counted_before_the_rows_are_split_and_memory_is_compared_
     assert [step.choose.__name__ for step in STEPS if step.again] == ["one_length", "precision", "steps_of_epochs"]
 
 
-def test_a_new_run_notes_what_it_chose(lora: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_records_the_options_that_it_chose(lora: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "free_memory", lambda device: 1)
     run = open_run(lora, ["tune", "init_from", "trainer.max_tokens"], [])
     assert [note.subject for note in run.notes] == ["rate", "memory", "memory"]

@@ -62,7 +62,7 @@ def whole(folder: Path) -> Path:
 
 
 @pytest.mark.programs
-def test_a_run_that_was_killed_is_the_run_that_was_not(folder: Path, whole: Path) -> None:
+def test_a_killed_run_equals_the_uninterrupted_run(folder: Path, whole: Path) -> None:
     kill_after(forked(folder, *RUN, "out_dir=killed"), folder / "killed", STEPS // 3, 0.1)
     result = done_here(folder, "train", "resume=auto", "out_dir=killed")
     assert result.status == 0, result.error
@@ -81,7 +81,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(folder: Path, who
 
 
 @pytest.mark.parametrize("option", ["max_steps", "max_tokens", "epochs"])
-def test_a_finished_run_is_extended_by_the_option_that_gave_its_length(tmp_path: Path, option: str) -> None:
+def test_a_finished_run_is_extended_by_the_option_that_set_its_length(tmp_path: Path, option: str) -> None:
     trainer = TrainerConfig(**{"max_steps": 2, option: 2})       # type: ignore[arg-type]
     with pytest.raises(UserError, match=rf"finished at step 3: .*increase trainer\.{option}="):
         require_unfinished(directory.Run(tmp_path, TrainConfig(trainer=trainer), resume_step=3))
@@ -103,7 +103,7 @@ def begin(run: Run, *options: str) -> None:
     *(pytest.param(options, marks=pytest.mark.soak) for options in (
         ("trainer.tbptt=2",), ("trainer.accumulate=1", "trainer.overfit_batches=3"))),
     ("trainer.val_every=3",)], ids=lambda options: " ".join(options))
-def test_a_run_that_is_lengthened_is_the_longer_run(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_an_extended_run_equals_the_longer_run(folder: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     """Validation comes after each second or third step: where the shorter run ends in some cases, elsewhere in others."""
     arguments = (*SHORT, "optim.schedule=constant", "trainer.val_every=2", *options)
     for name, steps, more in (("long", 4, ()), ("short", 2, ()), ("short", 4, ("resume=auto",))):
@@ -120,7 +120,7 @@ def test_a_run_that_is_lengthened_is_the_longer_run(folder: Path, tmp_path: Path
     ("adamw", {"lr": 1e-2, "min_lr": 1e-3, "schedule": "linear", "warmup_steps": 1, "betas": (0.5, 0.75), "eps": 1e-3}),
     ("muon", {"lr": 1e-2, "eps": 1e-3, "matrix_lr": 0.1, "matrix_momentum": 0.5}),
 ])
-def test_options_of_the_optimiser_count_from_the_next_step_on(run: Run, optimiser: str, options: dict[str, Any]) -> None:
+def test_options_of_the_optimiser_apply_from_the_next_step_on(run: Run, optimiser: str, options: dict[str, Any]) -> None:
     begin(run, f"optim={optimiser}")
     arguments = [f"optim.{name}={list(value) if isinstance(value, tuple) else value}" for name, value in options.items()]
     status, _, error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=4", *arguments)
@@ -214,7 +214,7 @@ def test_a_configuration_of_an_earlier_version_may_lack_groups(tmp_path: Path) -
     assert open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], []).config.seed == 3
 
 
-def test_steps_given_stand_in_the_place_of_an_experiments_tokens(tmp_path: Path) -> None:
+def test_the_user_s_steps_replace_an_experiment_s_tokens(tmp_path: Path) -> None:
     before = TrainConfig(trainer=TrainerConfig(max_steps=7))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)), encoding="utf-8")
     request = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(max_steps=9, max_tokens=1e5))
@@ -286,7 +286,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(whole: Path,
 
 
 @pytest.mark.programs
-def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_full_disk_stops_the_run_and_keeps_earlier_checkpoints(folder: Path, whole: Path, tmp_path: Path) -> None:
     """A limit on the size of files imitates a full disk: a write fails in the middle of a checkpoint."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
@@ -353,8 +353,8 @@ def test_a_kill_while_checkpoints_are_renamed_loses_none_of_the_newest(tmp_path_
 
 
 @given(keep=st.integers(1, 4), n_saved=st.integers(0, 6), cut=st.integers(0, 9))
-def test_a_resume_after_such_a_kill_loses_none_whatever_keep_last_is(tmp_path_factory: pytest.TempPathFactory, keep: int,
-                                                                     n_saved: int, cut: int) -> None:
+def test_a_resume_after_a_kill_loses_no_checkpoint_whatever_keep_last_is(tmp_path_factory: pytest.TempPathFactory, keep: int,
+                                                                         n_saved: int, cut: int) -> None:
     """The resume does not know keep_last yet. Saving the next checkpoint applies keep_last."""
     run = kill_while_renaming(tmp_path_factory.mktemp("run"), keep, n_saved, cut)
     rotate_checkpoints(run)
@@ -365,7 +365,7 @@ def test_a_resume_after_such_a_kill_loses_none_whatever_keep_last_is(tmp_path_fa
     assert names == sorted(["last.ckpt", *(f"last-{age}.ckpt" for age in range(1, keep))][:n_saved + 2])
 
 
-def test_a_checkpoint_that_a_user_named_stays(tmp_path: Path) -> None:
+def test_a_checkpoint_named_by_a_user_is_kept(tmp_path: Path) -> None:
     write(tmp_path, 0)
     rotate_checkpoints(tmp_path, 1)
     (tmp_path / "checkpoints" / "last-good.ckpt").write_text("mine")

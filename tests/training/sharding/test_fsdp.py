@@ -178,7 +178,7 @@ def same_but_for_rounding(run: Path, expected: Path, same_processes: Path) -> No
 
 
 @pytest.mark.programs
-def test_the_same_number_of_processes_continues_to_the_bit(runs: Path) -> None:
+def test_the_same_number_of_processes_continues_bit_for_bit(runs: Path) -> None:
     assert_same_training(continue_with_two_processes(runs, "two-two"), runs / "rwkv7-two")
 
 
@@ -322,7 +322,7 @@ def test_four_processes_have_the_losses_of_one(matrix: Path, name: str) -> None:
 
 
 @pytest.mark.soak
-def test_fewer_processes_continue_what_four_have_saved(folder: Path) -> None:
+def test_fewer_processes_continue_a_run_of_four(folder: Path) -> None:
     run_in_processes(4, train_cases, folder, [(*MATRIX["rwkv7-normuon"], "trainer=fsdp", *FOUR, "out_dir=four")])
     for name in ("four-four", "four-two", "four-one"):
         copy_halfway(folder, "four", name, step=10)

@@ -85,7 +85,7 @@ def test_a_run_that_is_killed_is_named_and_continued_and_the_others_finish(folde
 
 @NEEDS_PROC
 @pytest.mark.soak
-def test_four_runs_two_at_a_time_are_those_of_one_after_the_other(folder: Path) -> None:
+def test_four_runs_two_at_a_time_equal_sequential_runs(folder: Path) -> None:
     """Ctrl-C or a kill of the sweep ends all processes. The sweep continues after each of these ends."""
     options = ("-m", "seed=0,1", "optim.lr=1e-3,3e-3", *SHORT)
     one, two = folder / "one", folder / "two"
@@ -271,7 +271,7 @@ def test_mistakes_are_reported_in_one_sentence(arguments: tuple[str, ...], words
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_an_option_that_only_some_runs_use_is_an_option_of_these_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_that_only_some_runs_use_applies_to_these_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An option whose values are swept must have an effect in every run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
@@ -285,8 +285,8 @@ def test_an_option_that_only_some_runs_use_is_an_option_of_these_runs(tmp_path: 
         make_sweep(*options, "tune.rank=4")
 
 
-def test_an_option_of_one_generation_is_an_option_of_the_runs_of_this_generation(tmp_path: Path,
-                                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_of_one_generation_applies_to_the_runs_of_this_generation(tmp_path: Path,
+                                                                            monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
     options = ("data=text", "data.path=text.txt", "logger=csv")
@@ -369,7 +369,7 @@ def test_a_job_that_slurm_rejects_is_reported_in_one_sentence(tmp_path: Path, mo
     assert "\n" not in str(error.value)
 
 
-def test_a_limit_of_jobs_is_the_number_of_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_jobs_limits_the_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher imitates a batch system that takes one job at a time. Each run ends at once."""
     class Limited(Launcher):
         places = 3

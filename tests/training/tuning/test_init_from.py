@@ -78,8 +78,7 @@ def test_the_same_command_begins_a_run_and_resumes_it(tmp_path: Path, tokenizer:
 
 @pytest.mark.programs
 @pytest.mark.parametrize("checkpoints", [True, False])
-def test_a_debug_gives_no_sizes_at_a_resume_either(run: Run, tmp_path: Path, tokenizer: JsonTokenizer,
-                                                   checkpoints: bool) -> None:
+def test_a_debug_run_sets_no_sizes_at_a_resume(run: Run, tmp_path: Path, tokenizer: JsonTokenizer, checkpoints: bool) -> None:
     """A resume keeps sizes and tokenizer even without a first checkpoint. Sizes that the user gives are refused."""
     model = save(tokenizer, tmp_path / "model")
     options = ("debug=fast", *FAST, "data.val_fraction=0.1")
@@ -96,7 +95,7 @@ def test_a_debug_gives_no_sizes_at_a_resume_either(run: Run, tmp_path: Path, tok
     assert checkpoint.config == replace(model.config, ctx_len=16)
 
 
-def test_the_model_to_train_is_the_files(tmp_path: Path, tokenizer: JsonTokenizer) -> None:
+def test_the_model_to_train_is_that_of_the_file(tmp_path: Path, tokenizer: JsonTokenizer) -> None:
     model = save(tokenizer, tmp_path / "model.safetensors")
     checkpoint = read_checkpoint(tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
@@ -158,7 +157,7 @@ def test_a_file_that_does_not_fit_the_options_is_refused(run: Run, tmp_path: Pat
 
 
 @pytest.mark.programs
-def test_a_named_tokenizer_goes_with_a_file_that_carries_none(run: Run, tmp_path: Path, tokenizer: JsonTokenizer) -> None:
+def test_a_tokenizer_may_be_named_for_a_file_without_one(run: Run, tmp_path: Path, tokenizer: JsonTokenizer) -> None:
     save(tokenizer, tmp_path / "none.pth", with_tokenizer=False)
     status, _, error = run("train", "init_from=none.pth", "data.tokenizer=own.json", *FAST)
     assert (status, read_checkpoint(tmp_path / "out").tokenizer_hash) == (0, tokenizer.hash), error

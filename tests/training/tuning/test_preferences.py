@@ -84,7 +84,7 @@ OBJECTIVES = (TuneConfig(objective="dpo"), TuneConfig(objective="dpo", beta=0.5,
 
 
 @pytest.mark.parametrize("tune", OBJECTIVES)
-def test_the_losses_are_those_of_the_formulas_in_float64(tune: TuneConfig) -> None:
+def test_the_losses_equal_the_formulas_in_float64(tune: TuneConfig) -> None:
     inputs = (VALUES, REFERENCES, LENGTHS)
     actual = preferences.losses(*(torch.tensor(each, dtype=torch.float32) for each in inputs), tune)
     expected = formula(*map(np.array, inputs), tune)
@@ -92,7 +92,7 @@ def test_the_losses_are_those_of_the_formulas_in_float64(tune: TuneConfig) -> No
 
 
 @pytest.mark.parametrize("tune", [pytest.param(OBJECTIVES[1], marks=pytest.mark.thorough), OBJECTIVES[2]])
-def test_loss_and_gradient_of_packed_pairs_are_those_of_each_answer_read_alone(folder: Path, tune: TuneConfig) -> None:
+def test_loss_and_gradient_of_packed_pairs_equal_those_of_single_answers(folder: Path, tune: TuneConfig) -> None:
     """The expected log-probabilities come from each text in a row of its own, in float64."""
     model = small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"])
     packed = batch(folder)
@@ -173,7 +173,7 @@ def test_a_run_begins_at_its_reference_and_then_prefers_the_chosen_answers(folde
 
 @pytest.mark.programs
 @pytest.mark.parametrize("method", FULL)
-def test_a_step_in_passes_is_the_same_step(folder: Path, run: Run, method: str) -> None:
+def test_a_step_read_in_passes_is_the_same_step(folder: Path, run: Run, method: str) -> None:
     """Each pair has the same weight, whatever the number of pairs in its pass."""
     results = {}
     for rows, parts in ((2, 2), (4, 1)):
@@ -187,7 +187,7 @@ def test_a_step_in_passes_is_the_same_step(folder: Path, run: Run, method: str) 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("method", FULL)
-def test_a_killed_run_continues_to_the_bit(folder: Path, method: str) -> None:
+def test_a_killed_run_continues_bit_for_bit(folder: Path, method: str) -> None:
     arguments = (*OPTIONS[:-1], f"tune={method}", "trainer.max_steps=20", "trainer.val_every=10", "trainer.checkpoint_every=5")
     assert done_here(folder, "train", *arguments, BASE, "out_dir=whole").status == 0
     kill_after(forked(folder, *arguments, BASE, "out_dir=killed"), folder / "killed", 8, 0.05)

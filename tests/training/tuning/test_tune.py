@@ -62,7 +62,7 @@ def tune_model(run: Run, *options: str, base: str = "base7.safetensors") -> Path
     ("base7.safetensors", ("tune.base=int4", "trainer.sample_every=1")),
     pytest.param("base4.safetensors", ("tune.base=bfloat16",), marks=pytest.mark.soak),
 ])
-def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base: str, options: tuple[str, ...]) -> None:
+def test_adapters_are_trained_saved_separately_and_merged(folder: Path, run: Run, base: str, options: tuple[str, ...]) -> None:
     out = tune_model(run, "tune=lora", "tune.rank=2", *options, base=base)
     weights = torch.load(out / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     assert weights
@@ -123,8 +123,8 @@ def peft() -> None:
     ("base4.safetensors", ()), ("base7.safetensors", ("tune.modules=[att.key,ffn.value]", "tune.alpha=5")),
     ("base7.safetensors", ("tune.base=int8",)),
 ])
-def test_peft_reads_and_merges_an_adapter_as_we_do(folder: Path, run: Run, peft: None, base: str,
-                                                   options: tuple[str, ...]) -> None:
+def test_peft_reads_and_merges_an_adapter_like_timemix(folder: Path, run: Run, peft: None, base: str,
+                                                       options: tuple[str, ...]) -> None:
     out = tune_model(run, "tune=lora", "tune.rank=2", *options, base=base)
     convert(folder / base, folder / "base.pth")
     convert(out, folder / "ours.pth")
@@ -164,7 +164,7 @@ def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options
 
 
 @pytest.mark.programs
-def test_a_state_is_trained_on_from_another(folder: Path, run: Run) -> None:
+def test_training_a_state_continues_from_another_state(folder: Path, run: Run) -> None:
     """The state comes from a file of any program, a checkpoint with a state, or a run. A tiny rate hardly changes the state."""
     random = torch.Generator().manual_seed(0)
     begin = {f"blocks.{layer}.att.time_state": 0.1 * torch.randn(2, 64, 64, generator=random) for layer in range(3)}
@@ -193,7 +193,7 @@ def test_a_state_is_trained_on_from_another(folder: Path, run: Run) -> None:
 @pytest.mark.parametrize(("options", "alone"), [
     (("tune=lora", "tune.rank=2", "trainer.tbptt=2"), ()), (("tune=state",), ()),
     (("tune=lora", "tune.base=int8", "trainer.tbptt=2"), ("data.batch_size=1", "trainer.accumulate=2"))])
-def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...], alone: tuple[str, ...]) -> None:
+def test_two_processes_tune_like_one(folder: Path, options: tuple[str, ...], alone: tuple[str, ...]) -> None:
     """In int8 the one process reads rows one at a time, like each of the two.
 
     Float32 products of several rows differ in the last bits, which may round an input to another value, 1/63 of the row's
@@ -258,7 +258,7 @@ def test_a_run_that_ended_before_its_files_were_written_writes_them(folder: Path
 
 
 @pytest.mark.programs
-def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
+def test_the_plan_counts_the_trained_values(folder: Path, run: Run) -> None:
     status, _, error = run("train", *OPTIONS, "tune=lora", "tune.rank=2", "init_from=base7.safetensors", "plan=true")
     model = small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"])
     add_adapters(model, (), 2, 2.0)
@@ -269,7 +269,7 @@ def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
 
 
 @pytest.mark.programs
-def test_the_losses_of_a_run_on_a_bfloat16_file_are_those_of_the_merged_model(folder: Path, run: Run) -> None:
+def test_the_losses_of_a_run_on_a_bfloat16_file_equal_those_of_the_merged_model(folder: Path, run: Run) -> None:
     """Where a program's dtype or tune.base rounds the sums again, a line says so."""
     convert(folder / "base7.safetensors", folder / "half.safetensors", "bfloat16")
     out = tune_model(run, "tune=lora", "tune.rank=2", "optim.lr=1e-4", base="half.safetensors")
