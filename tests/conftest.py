@@ -3,7 +3,7 @@
 A test fails if it changes the clone's runs/, where its run would become the user's runs/latest.
 
 `make test` starts a process of pytest-xdist for every core. Each of them, and each process that it starts, has one thread,
-since more threads than cores would mostly wait for each other.
+because more threads than cores would mostly wait for each other.
 """
 
 import gc

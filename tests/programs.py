@@ -45,7 +45,7 @@ def status_of(patch: pytest.MonkeyPatch, program: str, *arguments: str) -> int:
     patch.setattr(hydra, "compose", compose_once)
     if program == "train":
         patch.setattr("rwkv.training.kernel_check.check", check_once)
-        patch.setattr("rwkv.training.plan.duration.TIMED_STEPS", 0)      # times the warm-up step alone: a sixth of a short run
+        patch.setattr("rwkv.training.plan.duration.TIMED_STEPS", 0)      # times only the warm-up step, to save a sixth of a run
     patch.setattr(sys, "argv", [f"{program}.py", *arguments])
     try:
         cli.run(main, schema, program, None)

@@ -30,7 +30,7 @@ def call_of(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def test_tools_calls_and_results_have_the_author_s_format() -> None:
-    """The form is that of RWKV7-G1x-templates.txt.
+    """The format is that of RWKV7-G1x-templates.txt.
 
     Tools, one per line, end the system prompt. A call is fenced, and its result is a user's turn.
     """
@@ -61,7 +61,7 @@ def test_several_calls_are_a_list_after_the_text() -> None:
 
 @pytest.mark.parametrize(("parameters", "shown"), [
     (None, '"arguments":{}'), ({}, '"arguments":{}'), ({"type": "object"}, '"arguments":{}'),
-    # these parameters are no schema, as in xlam's data
+    # these parameters are not a schema, as in xlam's data
     ({"city": {"type": "str"}}, '"arguments":{"city":{"type":"str"}}'),
     ({"type": "object", "properties": CITY, "required": ["city"]}, '"arguments":{"city":{"type":"string"}}'),
     ({"properties": {**CITY, "day": {}}, "required": ["city"]},

@@ -151,7 +151,7 @@ def test_a_run_directory_means_its_last_checkpoint(model: RWKV, tmp_path: Path) 
 @pytest.mark.parametrize("latest", ["link", "file", "none"])
 def test_the_newest_run_takes_the_place_of_a_deleted_latest_run(model: RWKV, tmp_path: Path, latest: str,
                                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    """A run may be deleted, lie in a temporary folder that was emptied, or lie on a disk that is not mounted."""
+    """A run may be deleted, in a temporary folder that was emptied, or on a disk that is not mounted."""
     runs = tmp_path / "runs"
     for age, name in enumerate(("sweep/one", "mine", "older")):
         last = runs / name / "checkpoints" / "last.ckpt"
@@ -213,7 +213,7 @@ def test_a_link_to_a_missing_file_is_named(model: RWKV, tmp_path: Path, file: st
             locate(path)
 
 
-# Files that are no checkpoints
+# Files that are not checkpoints
 
 
 class Harmful:

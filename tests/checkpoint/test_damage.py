@@ -28,7 +28,7 @@ def truncate(path: Path, chance: random.Random) -> None:
 
 
 def flip_bytes(path: Path, chance: random.Random) -> None:
-    """Changes a few bytes, half of the time among the first or last ones, where the sizes and names are."""
+    """Changes a few bytes, half of the time near the beginning or the end, where the sizes and names are."""
     content = bytearray(path.read_bytes())
     near = chance.choice([len(content), min(len(content), 400)])
     for _ in range(chance.choice([1, 1, 3, 20])):

@@ -207,7 +207,7 @@ def test_the_adapter_and_not_the_base_is_named_if_their_sum_is_infinite(folder: 
 
 
 def test_a_lora_of_rwkv_peft_takes_alpha_by_option(folder: Path, tmp_path: Path) -> None:
-    """The file may also hold whole weights that were trained."""
+    """The file may also contain whole trained weights."""
     base = read_checkpoint(folder / "base.pth")
     expected, trained = weights_of(folder / "base.pth"), {"blocks.1.att.x_r": random(*base.weights["blocks.1.att.x_r"].shape)}
     for name in NAMES:

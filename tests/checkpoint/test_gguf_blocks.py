@@ -48,7 +48,7 @@ def expected_logits(path: Path, ids: torch.Tensor) -> np.ndarray:
                                                    for name in BLOCKS if name != "q8_0")])
 @torch.no_grad()
 def test_logits_are_those_of_the_dequantised_weights(plain: Path, tmp_path: Path, kind: str | tuple[str, ...]) -> None:
-    """A prompt read at once, in chunks or token by token has the logits of float64, but for the rounding of inputs."""
+    """A prompt read at once, in chunks or token by token has the logits of float64, except for the rounding of inputs."""
     path = rewritten(plain, tmp_path / "model.gguf", kind)
     model = RWKV.from_pretrained(path, "reference", dtype="blocks")
     ids = tokens(model, B=2, T=20)
@@ -87,7 +87,7 @@ def test_every_matrix_is_read_in_the_file_s_own_bytes(mixed: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_row_is_the_same_to_the_bit_in_prefill_and_alone(mixed: Path) -> None:
+def test_a_row_has_the_same_bits_in_prefill_and_alone(mixed: Path) -> None:
     layer = RWKV.from_pretrained(mixed, "reference", dtype="blocks").blocks[1].ffn.value
     assert isinstance(layer, BlockLinear)
     rows = torch.randn(150, layer.in_features)

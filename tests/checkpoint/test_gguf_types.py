@@ -112,7 +112,7 @@ def test_written_blocks_equal_those_of_the_package_gguf(tmp_path: Path, dtype: s
         assert tensors[theirs].tensor_type == kind
         assert np.array_equal(tensors[theirs].data, gguf.quantize(own[name].numpy(), kind))
     assert tensors["output.weight"].tensor_type.name == "Q8_0"
-    assert tensors["blk.1.channel_mix_value.weight"].tensor_type.name == "F16"        # rows of 80 are no whole blocks
+    assert tensors["blk.1.channel_mix_value.weight"].tensor_type.name == "F16"        # rows of 80 are not whole blocks
     file_type = gguf.GGUFReader(path).fields["general.file_type"].contents()
     assert file_type == gguf.LlamaFileType[f"MOSTLY_{dtype.upper()}"].value
     actual, expected = actual_and_expected_logits(path, RWKV.from_pretrained(path, "reference"))

@@ -239,7 +239,7 @@ def test_a_part_of_deep_embeddings_in_a_directory_is_refused(tmp_path: Path) -> 
 
 
 def test_rwkv7_hfs_directory_is_read(tmp_path: Path) -> None:
-    """The tensors are fla's, and the vocabulary lies in a text file."""
+    """The tensors are fla's, and the vocabulary is a text file."""
     model = model_of(128)
     model.save_pretrained(tmp_path / "model", WORLD)
     path = tmp_path / "model" / "config.json"

@@ -68,7 +68,7 @@ def test_a_debugs_steps_win_over_an_experiments_tokens(name: str, steps: int) ->
 @pytest.mark.programs
 @pytest.mark.parametrize("flag", ["-O", "-OO"])
 def test_a_range_is_a_sweep_without_asserts_too(flag: str) -> None:
-    """-O removes assert statements, in which Hydra's parser reads, and -OO removes the docstrings that --help prints."""
+    """-O removes assert statements, in which Hydra's parser consumes tokens; -OO removes the docstrings that --help prints."""
     code = ("from rwkv import cli; from rwkv.config import TrainConfig; from rwkv.programs.train import train\n"
             "line = cli.split(['seed=range(0,3)', 'optim.lr=choice(1e-3,2e-3)'], TrainConfig)\n"
             "print(len(cli.jobs(line, TrainConfig, 'train')))\n"

@@ -81,7 +81,7 @@ class Host:
         folder.mkdir()
         texts = dict(source.texts())
         for name, text in texts.items():
-            replacement = HERE / name    # replaces inline assembly by C++
+            replacement = HERE / name    # replaces inline assembly with C++
             text = replacement.read_text(encoding="utf-8") if replacement.exists() else text
             (folder / name).write_text(DYNAMIC_SHARED.sub(r"\1* const \2 = (\1*)cuda_host::dynamic_shared;", text))
         table = "".join(f'describe<{name}>("{name}"), ' for name in kernel_names(source))

@@ -112,7 +112,7 @@ def test_the_trained_parts_of_other_formats(tmp_path: Path, line: Any, text: str
 
 @pytest.mark.parametrize("form", ["OpenAI's", "OpenAI's in strings", "OpenAI's older one", "ShareGPT's"])
 def test_calls_are_learnt_and_tools_and_results_are_not(tmp_path: Path, form: str) -> None:
-    """All forms give the same text, which is the one that the server shows to a model."""
+    """All formats give the same text, the one that the server shows to a model."""
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}
     call = {"name": "f", "arguments": {"x": "ä"}}
     as_text = {**call, "arguments": json.dumps(call["arguments"])}
@@ -348,7 +348,7 @@ def learner(generation: str) -> LanguageModel:
 @each_generation
 @pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_packed_rows_equal_one_conversation_a_row(talks: Corpus, generation: str, checkpointed: bool) -> None:
-    """Losses agree within 1e-6, and so do gradients."""
+    """Losses and gradients agree within 1e-6."""
     task, batch = learner(generation), rows_of(talks, 100).__getitems__([0, 1])
     if checkpointed:
         prepare_blocks(task.model, TrainerConfig(activation_checkpointing=True))
@@ -372,7 +372,7 @@ def test_packed_rows_equal_one_conversation_a_row(talks: Corpus, generation: str
 
 @each_generation
 def test_conversations_do_not_affect_each_other_by_a_bit(talks: Corpus, generation: str) -> None:
-    """Other words of the same length in the preceding conversation change no bit of the next one."""
+    """Other words of the same length in one conversation change no bit of the next."""
     task, batch = learner(generation), rows_of(talks, 100).__getitems__([0, 1])
     row = int((batch.starts.sum(1) > 2).nonzero()[0])
     second = int(batch.starts[row].nonzero()[1])
@@ -438,7 +438,7 @@ def test_short_conversations_are_validated_in_rows_with_tbptt_too(talks: Corpus)
 
 
 def test_tbptt_never_divides_a_conversation(talks: Corpus) -> None:
-    """This holds for any number of streams."""
+    """Tests any number of streams."""
     assert len(DocumentChunks(talks.train, 0, 8, streams=10, learnt=talks.learnt)) == len(TALKS) - 1
 
 

@@ -141,7 +141,7 @@ def test_the_order_continues_from_any_place(folder: Path, sizes: list[int], layo
 
 
 def test_a_saved_position_keeps_its_keys(folder: Path) -> None:
-    """Checkpoints of earlier versions hold these keys."""
+    """Checkpoints of earlier versions contain these keys."""
     sampler = SegmentSampler(DocumentChunks(documents(folder, [9, 5]), END, 4, 2), 2, StepLayout(2), 20, seed=0)
     resumed = iter(sampler)
     resumed.load_state_dict({"batches": 1, "lanes": {"dealt": 2, "piece": [1, 0], "left": [1, 0]}})

@@ -179,7 +179,7 @@ def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation:
 @pytest.mark.usefixtures("sums_in_order")
 @rwkv4_in_soak
 def test_an_engine_reads_short_prompts_together(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each result is that of the prompt alone, beside a long prompt, log-probabilities and a row that is cancelled."""
+    """Each result equals that of the prompt alone, also next to a long prompt, log-probabilities and a cancelled row."""
     model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16)
     model.requires_grad_(False)
     monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
@@ -284,7 +284,7 @@ def test_a_number_that_is_not_a_token_gives_nan(generation: str) -> None:
 
 @each_generation
 def test_launches_per_layer(generation: str) -> None:
-    """Packed weights are multiplied in a launch of their own, apart from the gates, whose weights are floats."""
+    """Packed weights are multiplied in a separate launch from the gates, whose weights are floats."""
     budget = {"rwkv4": 7, "rwkv7": 8}[generation]
     assert len(GpuStep(model_of(generation)).launches) == 2 * budget + 2
     packed = GpuStep(to_packed(model_of(generation), "int4", "cpu")).launches

@@ -222,7 +222,7 @@ def test_a_path_is_not_a_command() -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGTSTP"), reason="Windows suspends no programs")
 def test_ctrl_z_suspends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line that was begun goes on afterwards."""
+    """Afterwards the user continues the same line."""
     input_ = pytest.importorskip("prompt_toolkit.input")
     application = pytest.importorskip("prompt_toolkit.application")
     sent = []
@@ -287,7 +287,7 @@ def test_options_of_sampling_are_set_as_on_the_command_line(capsys: pytest.Captu
 
 
 def test_penalties_count_the_conversation_however_much_of_it_was_read_before(tmp_path: Path) -> None:
-    """repetition_penalty counts all that was said, and the other penalties count each answer alone.
+    """repetition_penalty counts the whole conversation; the other penalties count only the current answer.
 
     The penalties are the same after a conversation was saved and loaded.
     """
@@ -354,7 +354,7 @@ def test_a_conversation_replaces_a_conversation_and_no_other_file(tmp_path: Path
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_full_disk_ends_the_conversation() -> None:
-    """A full disk is no mistake in one turn, after which the next turn could go on."""
+    """Unlike a mistake in one turn, a full disk leaves no way to continue with the next turn."""
     with Path("/dev/full").open("w", buffering=1, encoding="utf-8") as full, redirect_stdout(full):
         with pytest.raises(OSError) as error:                    # noqa: PT011
             Terminal(talk()).turn("Hi")

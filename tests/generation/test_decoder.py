@@ -51,7 +51,7 @@ IN_C = pytest.mark.skipif(bool(why_native := native.why_not()), reason=str(why_n
     *(pytest.param(Decoder, dtype, marks=pytest.mark.thorough) for dtype in ("bfloat16", "int8"))])
 @torch.no_grad()
 def test_rows_join_and_leave(decoder_class: type[Decoder | CDecoder], dtype: str, generation: str) -> None:
-    """The decoder begins without rows, and each row goes on as in a decoder of its own."""
+    """The decoder begins without rows, and each row continues as in a separate decoder."""
     model = model_in(dtype, generation)
     several = tokens(model, B=3, T=8)
     starts = [model.prefill(several[row:row + 1, :4 + row])[1] for row in range(3)]

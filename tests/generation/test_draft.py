@@ -162,7 +162,7 @@ def test_a_draft_does_not_change_where_a_sequence_ends(stopping: StoppingCriteri
 
 @in_c
 def test_only_some_rows_have_a_draft_and_rows_come_and_go() -> None:
-    """Rows join in the middle, are cancelled, and have options of their own."""
+    """Rows join in the middle, are cancelled, and have different options."""
     model = model_in("int8")
     requests = [Request("ab" * (1 + 9 * i), i, StoppingCriteria(N - 3 * i), Sampling(temperature=i / 2)) for i in range(4)]
     alone = [results(model, [request], None)[0] for request in requests]
@@ -474,7 +474,7 @@ def test_many_rows_have_no_draft() -> None:
     assert_same(results(model, requests, Random(texts_of(expected), 1.0)), expected)
 
 
-# What is no draft
+# Invalid drafts
 
 
 def test_a_draft_with_another_vocabulary_is_refused() -> None:

@@ -70,7 +70,7 @@ def run(model: RWKV, requests: list[Request], order: list[int], draft: Draft | N
 
 
 def assert_same_cache(cache: PrefixCache, other: PrefixCache, rows: list[Row]) -> None:
-    """Asserts that both caches have the same entry, to the bit, or none, for every prefix of a sequence."""
+    """Asserts that for every prefix of a sequence both caches have bit-identical entries, or none."""
     assert len(cache) == len(other)
     for row in rows:
         ids = row.tokens_read()

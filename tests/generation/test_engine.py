@@ -249,7 +249,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 9), st.text("ab\n", max_size=30), s
 @given(st.sampled_from(KERNELS), ARRIVALS)
 @settings(max_examples=12)
 def test_rows_join_and_leave_and_each_text_equals_the_text_alone(kernel: str, arrivals: list[Any]) -> None:
-    """Rows with options of their own and prompts of several chunks arrive between steps, and the first row is cancelled."""
+    """Rows with different options and prompts of several chunks arrive between steps, and the first row is cancelled."""
     model = MODELS[kernel]
     with pytest.MonkeyPatch.context() as patch:
         cut_into(patch, 16, 8)
@@ -545,9 +545,9 @@ def test_a_prompt_that_cannot_be_encoded_and_a_tokenizer_of_another_model_are_re
 @pytest.mark.parametrize("kernel", ["reference", "rwkv7"])
 @pytest.mark.parametrize("options", [Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5)], ids=str)
 def test_a_damaged_context_ends_only_its_own_row(kernel: str, options: Sampling) -> None:
-    """The logits of a damaged context may stop being finite at once, or where the state grows.
+    """The logits of a damaged context may stop being finite at once, or when the state grows.
 
-    The final context is kept or not, with log-probabilities or without.
+    Rows keep or drop the final context, with or without log-probabilities.
     """
     model = MODELS[kernel]
     good = prefill(model, torch.tensor([[5, 6]]))

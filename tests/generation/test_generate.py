@@ -1,4 +1,4 @@
-"""Tests generate.py as a user calls it: texts on standard output, mistakes as one sentence, and states that go on later."""
+"""Tests generate.py as a user calls it: texts on standard output, mistakes as one sentence, and saved states."""
 
 import errno
 import io
@@ -131,7 +131,7 @@ NO_LINE_ENDS = "a\u2028b\u2029c\x85d\fe\vf"
     ("prompts.txt", NO_LINE_ENDS),
     *((name, json.dumps({"prompt": NO_LINE_ENDS}, ensure_ascii=False)) for name in ("prompts.jsonl", "PROMPTS.JSONL"))])
 def test_a_line_of_prompts_ends_at_a_newline_alone(tmp_path: Path, name: str, line: str) -> None:
-    """A byte order mark is no part of the first line."""
+    """A byte order mark is not part of the first line."""
     (tmp_path / name).write_bytes(f"\ufeff{line}\r\n{line}\n".encode())
     assert prompts_from(GenerateConfig(prompts=str(tmp_path / name))) == [NO_LINE_ENDS] * 2
 
@@ -193,7 +193,7 @@ def test_ctrl_c_keeps_what_was_written(run: Run) -> None:
 
 @pytest.mark.parametrize("files", [(), ("out=text.jsonl", "save_state=kept.safetensors")])
 def test_a_closed_pipe_is_not_an_error(run: Run, files: tuple[str, ...]) -> None:
-    """`python generate.py | head` ends without an error, and its files are whole nevertheless."""
+    """`python generate.py | head` ends without an error, and its files are complete."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as closed, redirect_stdout(closed):     # noqa: PTH123 (a descriptor)

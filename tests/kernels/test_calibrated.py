@@ -47,7 +47,7 @@ def test_another_reader_has_the_same_values(format: str) -> None:
 
 @each_format
 def test_the_error_is_at_most_that_of_rounding_without_moments(format: str) -> None:
-    """k-quants are compared with int4, which has more bits, and blocks of 32 with those that the package gguf makes."""
+    """k-quants are compared with int4, which has more bits, and blocks of 32 with those of the package gguf."""
     weight, plain = matrix(), torch.eye(K)
     if format.endswith("0"):
         kind = gguf.GGMLQuantizationType[format.upper()]

@@ -362,7 +362,7 @@ def test_results_at_every_shape(case: tuple[Any, Any], device: str) -> None:
 @pytest.mark.parametrize("case", [one for each in COMPILED for one in (
     in_soak(each) if each.id.endswith("-torch_compile") else [each])], indirect=True)
 def test_results_of_what_torch_compiles_at_one_shape(case: tuple[Any, Any], device: str) -> None:
-    """Each form of a kernel takes seconds to compile, so make soak tests the other shapes and dtypes.
+    """Each variant of a kernel takes seconds to compile, so make soak tests the other shapes and dtypes.
 
     timex-torch_compile, whose kernels wkv4-torch_compile uses, has its own test.
     """

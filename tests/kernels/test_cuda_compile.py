@@ -197,7 +197,7 @@ int cuGetErrorName(int error, const char **name) {
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    """Replaces NVIDIA's driver by one that records its calls; the device has capability 8.0 and its memory is the CPU's."""
+    """Replaces NVIDIA's driver with one that records its calls; the device has capability 8.0, and its memory is the CPU's."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")

@@ -56,7 +56,7 @@ def expected(tile: Tensor, case: Case) -> Tensor:
        left=st.integers(-10**12, 10**12) | st.integers(-200, 200), dtype=st.sampled_from(cases.DTYPES))
 def test_any_part_of_the_wall(pad: BrickPadding, device: str, h: int, w: int, height: int, width: int, offset: int, top: int,
                               left: int, dtype: torch.dtype) -> None:
-    """The first tile may lie anywhere, also so far outside that all coordinates are negative, or that none is."""
+    """The first tile may be anywhere, also so far outside that all coordinates are negative, or that none is."""
     tile = cases.tile((2, h, w), dtype, device)
     where = offset, top, left, height, width
     assert torch.equal(pad.wall(tile, *where), cases.one_line(tile, *where))
@@ -84,7 +84,7 @@ def page_formula(tile: Tensor, offset: int, pad_x: int, pad_y: int) -> Tensor:
 
 
 def test_the_formula_equals_that_of_the_taichi_page(device: str) -> None:
-    """The page's rows start 2 pad_y further down than those of a padding, which has the tile in its middle."""
+    """On the page, rows start 2 pad_y lower than in a padding, which has the tile in its middle."""
     tile = cases.tile((4, 3))
     page = page_formula(tile, 2, 8, 7)
     assert torch.equal(FORMULA.wall(tile, 2, 3 * 7, 8, *page.shape), page)

@@ -55,7 +55,7 @@ def test_a_convolution_that_is_unsound_in_a_quotient_is_refused(with_stubs: None
 
 
 def test_auto_selects_the_first_kernel_that_runs_and_says_why(without_gpu: None) -> None:
-    """Without a GPU `auto` takes the last kernel of the order. float16 has the rule of bfloat16."""
+    """Without a GPU `auto` selects the last kernel of the order. float16 follows the rule of bfloat16."""
     (first, *_, last), measured, _ = select.RULES["wkv4", "cuda", "bfloat16"]
     away = registry.why_not("wkv4", first, "cuda")
     assert measured

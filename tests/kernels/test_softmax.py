@@ -72,7 +72,7 @@ def test_rows_of_any_shape_and_offset_add_up_to_one(softmax: Softmax, device: st
 
 
 def test_the_result_may_be_written_to(softmax: Softmax, device: str) -> None:
-    """The result does not share the input's memory and is no view for autograd."""
+    """The result does not share the input's memory, and autograd does not treat it as a view."""
     x = cases.inputs(2, 3, 4, device=device).requires_grad_()
     y = softmax(x)
     y[0] += 1

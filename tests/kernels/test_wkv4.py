@@ -109,7 +109,7 @@ def test_taichi_scan_on_all_threads_gives_the_bits_of_one(shape: tuple[int, int,
 
 @pytest.mark.thorough
 def test_range_of_the_convolution_form(wkv: WKV4, device: str) -> None:
-    """The form is exact if all k and p lie within 60 of each other, whatever the order of the extremes."""
+    """The convolution form is exact if all k and p are within 60 of each other, whatever the order of the extremes."""
     edge = 30.0
     time_decay, time_first, k, v, state = cases.inputs(4, 200, 8, device=device)
     distant = WKVState(state.a, state.b, edge * state.p.sign())
@@ -153,7 +153,7 @@ def test_finite_at_extreme_parameters(wkv: WKV4, device: str) -> None:
 
 
 def test_y_lies_between_the_smallest_and_the_largest_v(wkv: WKV4, device: str) -> None:
-    """A weighted average cannot leave the range of what it averages, at any spread."""
+    """A weighted average cannot leave the range of its inputs, at any spread."""
     time_decay, time_first, k, v, _ = cases.inputs(3, 130, 16, 50.0, device=device)
     y, _ = wkv(time_decay, time_first, k, v)
     low, high = v.cummin(1).values, v.cummax(1).values

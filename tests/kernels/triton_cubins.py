@@ -43,7 +43,7 @@ def main(arch: int, *what: str) -> None:
 
 
 def cubins(arch: int, launches: Iterable[Callable[[], Any]], once: bool = False) -> dict[str, dict[str, Any]]:
-    """Returns the facts of each launch by kernel and constants; with `once`, only of the first launch of each kernel."""
+    """Returns the resources of each launch by kernel and constants; with `once`, only of the first launch of each kernel."""
     facts_by_name: dict[str, dict[str, Any]] = {}
     compiled: set[JITFunction] = set()
 

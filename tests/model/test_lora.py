@@ -92,7 +92,7 @@ def test_gradients_against_finite_differences(generation: str, method: str) -> N
 @each_generation
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_gradients_of_rows_of_several_texts_are_those_of_the_texts_alone(generation: str, method: str) -> None:
-    """The backward pass of packed rows may have another form than that of single texts, or other rows in its products."""
+    """The backward pass of packed rows may use other functions than that of single texts, or products of other rows."""
     model = adapted_model(generation) if method == "lora" else small_model(generation=generation)
     model.double()
     ids, weights = tokens(model, B=1, T=9), torch.randn(9, model.config.n_embd, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Runs RWKV-LM's own training code on a CPU, in a separate process: python author.py JOB.json
 
 The model, the groups of its parameters and its learning rates are those of the author's unchanged files in RWKV-v4neo/src and
-RWKV-v7/train_temp/src. Calls that need a GPU or other packages are replaced by plain PyTorch in the dtype of the weights: the
+RWKV-v7/train_temp/src. Calls that need a GPU or other packages are replaced with plain PyTorch in the dtype of the weights: the
 compiled operators, DeepSpeed's FusedAdam, and a few names of pytorch_lightning.
 
 A job is a JSON object with these fields:
@@ -111,7 +111,7 @@ def adam(groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], ep
 
 
 def model_module(folder: Path) -> ModuleType:
-    """Imports src/model.py of the folder, and replaces its operators by those of PLAIN."""
+    """Imports src/model.py of the folder, and replaces its operators with those of PLAIN."""
     os.environ.update(ENVIRONMENT)
     sys.dont_write_bytecode = True       # nothing is written into the user's folder
     lightning, utilities, strategies = (ModuleType(f"pytorch_lightning{part}") for part in ("", ".utilities", ".strategies"))

@@ -122,7 +122,7 @@ def as_deep_as(L: int, weights: Weights) -> Weights:
 
 
 def official_kinds(folder: Path) -> Iterator[Kind]:
-    """Yields files with the names and the dtype of BlinkDL's; some of his files lack layer 0's v0, v1 and v2."""
+    """Yields files with BlinkDL's names and dtype; some of his files lack layer 0's v0, v1 and v2."""
     unused = tuple(f"blocks.0.att.v{part}" for part in range(3))
     for kind, name, case, without in (
             ("World .pth", "RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth", "small", ()),
@@ -446,7 +446,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def with_earlier(rows: list[dict[str, Any]], earlier: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows, and replaces rows of missing programs by those of earlier results."""
+    """Returns the rows, and replaces rows of missing programs with those of earlier results."""
     def complete(result: dict[str, Any]) -> bool:
         return "absent" not in result and "reason" not in result
 

@@ -2,7 +2,7 @@
 
 RWKV-4 is compared with RWKV-v4neo (experiment=rwkv4_original), and RWKV-7 with RWKV-v7/train_temp (experiment=rwkv7_minipile).
 The optimiser, its groups, rates, clipping and L2Wrap are those of these files. Both sides train without warm-up and with the
-cosine schedule, since the other schedules differ by design (configs/experiment). The author's code computes in float64, in a
+cosine schedule, because the other schedules differ by design (configs/experiment). The author's code runs in float64, in a
 separate process (author.py).
 
     gradients       of one step, from random weights that all affect the loss

@@ -536,7 +536,7 @@ def test_an_option_differs_only_between_runs_in_which_it_has_an_effect() -> None
 
 
 def test_mean_losses_are_shown_next_to_a_published_run(tmp_path: Path) -> None:
-    """The comparison ends with the run's steps, and a value that is no list of losses is ignored."""
+    """The comparison ends with the run's steps, and a value that is not a list of losses is ignored."""
     published = {"published_losses": [3.25, 1.0, 0.5], "published_steps": 2}
     make_run(tmp_path, "conv1d", 0, [4.0, 3.0, 2.0, 1.0, 0.5], logger=published)
     make_run(tmp_path, "conv1d", 1, [4.0, 3.0], logger={"published_losses": "x", "published_steps": 2})

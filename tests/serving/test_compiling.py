@@ -82,7 +82,7 @@ def test_a_process_that_does_not_start_is_not_an_error_of_the_grammar() -> None:
 
 
 def test_a_process_that_was_killed_while_idle_is_started_again() -> None:
-    """A system without memory kills the process, which is no fault of the next grammar."""
+    """The system may have killed the process for lack of memory, which is not the next grammar's fault."""
     before = {*multiprocessing.active_children()}        # servers that are forked from this process
 
     async def work(compilers: Compilers) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.programs
 QUESTION: list[Any] = [{"role": "user", "content": "once"}]
 THOUGHTS = ["4", "<think>", "\nOne, ", "two.", "</think>\n", "A €", " and", " an end"]
-ODD = '{"n": 1180591620717411303424, "s": "\\ud800"}'       # the number has more than 64 bits, and the string is no character
+ODD = '{"n": 1180591620717411303424, "s": "\\ud800"}'       # a number of more than 64 bits, and half a character
 CALL_WITH_ODD = ["6", '<tool_call>{"name": "weather", ', f'"arguments": {ODD}}}</tool_call>']
 LINES = ["7", "a\u2028b", "\u2029c\u0085d ", '<tool_call>{"name": "weather",\n ',
          '"arguments": {\n\t"city": "x\u2028y"\r\n}}</tool_call> ']

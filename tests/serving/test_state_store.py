@@ -282,7 +282,7 @@ def key(name: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a model with large states, so that few of them fill a memory."""
+    """Returns a model with large states, so that few of them fill the memory."""
     path = tmp_path_factory.mktemp("deep") / "deep.pth"
     small_model("reference", vocab_size=256, n_embd=32, n_layer=24).save_pretrained(path, BYTES, format="pth")
     return path

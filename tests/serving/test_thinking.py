@@ -72,7 +72,7 @@ def test_thoughts_are_separate_from_the_text(client: "openai.OpenAI", options: d
 def test_a_required_call_follows_an_empty_thought(client: "openai.OpenAI") -> None:
     """The prompt has the empty thought only if the request asks for it.
 
-    think=true is refused, because thoughts cannot come before a call that is demanded.
+    think=true is refused, because thoughts cannot precede a required call.
     """
     import openai
 

@@ -239,7 +239,7 @@ WRONG = {
     "a huge id": '{"model": {"type": "WordLevel", "vocab": {"<|endoftext|>": 0, "a": 4294967295}, "unk_token": "a"}}',
     "a Git LFS pointer": "version https://git-lfs.github.com/spec/v1\n",
     "empty": "",
-    # the library raises a BaseException that is no Exception
+    # the library raises a BaseException that is not an Exception
     "a panic of the library": json.dumps(json.loads(BPE.definition) | {
         "model": json.loads(BPE.definition)["model"] | {"continuing_subword_prefix": "longer than any token"}}),
 }

@@ -92,7 +92,7 @@ class FakeGraph:
         for parameter in blocks.parameters():
             parameter.grad = None
         self.output = sample[0]
-        self.gradients = [torch.empty_like(each) for each in (*sample, *blocks.parameters())]    # overwritten by each replay
+        self.gradients = [torch.empty_like(each) for each in (*sample, *blocks.parameters())]    # each replay overwrites these
         self.replays = 0
 
     def __call__(self, x: Tensor) -> Tensor:

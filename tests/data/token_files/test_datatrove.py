@@ -23,7 +23,7 @@ def config(tmp_path: Path) -> DataConfig:
 
 
 def write(path: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2", stated: str | None = "gpt2") -> None:
-    """A shard with its index and, unless None, metadata, as DocumentTokenizer's save writes them."""
+    """Writes a shard with its index and, unless `stated` is None, metadata, as DocumentTokenizer's save does."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ends = [*itertools.accumulate(map(len, documents))]
     path.write_bytes(b"".join(np.array(document, dtype).tobytes() for document in documents))

@@ -175,7 +175,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(level: str, format: str,
 @pytest.mark.parametrize("format", FORMATS_HERE)
 @torch.no_grad()
 def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, format: str, generation: str) -> None:
-    """Several texts continue from a state that is not empty, and their states are not adjacent in memory."""
+    """Several texts continue from nonempty states that are not adjacent in memory."""
     model = model_in(format, generation)
     several = tokens(model, B=4, T=12)
     decoders = [CDecoder(model, model.empty_state(4)) for _ in range(2)]

@@ -90,7 +90,7 @@ def test_layers_that_must_be_called_give_the_same_results() -> None:
 
 @torch.no_grad()
 def test_every_tensor_counts_but_layer_0_s_value_residual() -> None:
-    """Two models may agree although neither reads a tensor, so each tensor must change the logits."""
+    """Model and reference could agree although neither reads a tensor, so each tensor must change the logits."""
     model = small()
     ids = tokens(model, T=6)
     expected = model(ids)[0]
@@ -164,7 +164,7 @@ def test_the_fingerprint_does_not_depend_on_unused_tensors() -> None:
 @pytest.mark.parametrize(("dtype", "allowed"), [("float32", 0.02), ("int8", 0.3)])
 @torch.no_grad()
 def test_weights_in_bfloat16_are_computed_in_other_dtypes(tmp_path: Path, dtype: str, allowed: float) -> None:
-    """With int8 the low-rank matrices, which are no linear layers, become float32 like the vectors."""
+    """With int8 the low-rank matrices, which are not linear layers, become float32 like the vectors."""
     model = small(n_embd=64)
     model.save_pretrained(tmp_path / "model.safetensors", dtype="bfloat16")
     loaded = RWKV.from_pretrained(tmp_path / "model.safetensors", "reference", dtype=dtype)

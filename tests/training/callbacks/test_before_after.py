@@ -132,7 +132,7 @@ def test_measurements_do_not_change_training(run: Run) -> None:
 @pytest.mark.programs
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.soak), "full"])
 def test_a_continued_run_keeps_its_earlier_measurements(run: Run, method: str) -> None:
-    """Measurements are equal to the bit, even without tuned.json and, in full tuning, without the base."""
+    """Measurements are bit-identical, even without tuned.json and, in full tuning, without the base."""
     whole = tune_model(run, f"tune={method}", *KILLED)
     simulate_kill()
     Path("out/tuned.json").unlink()

@@ -1,4 +1,4 @@
-"""Tests that a run stopped by a batch system or a closing terminal continues to the bit.
+"""Tests that a run stopped by a batch system or a closing terminal continues bit for bit.
 
 No variable of a batch system may change a run.
 """

@@ -23,7 +23,7 @@ def test_validation_has_a_separate_bar_and_the_median_a_separate_line(tmp_path: 
 
 
 def test_a_file_gets_lines_early_and_then_fewer(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first lines come soon, so that a run of a sweep is seen to go on. Later lines are rare, so that a log stays short."""
+    """The first lines come early, to show that a run of a sweep makes progress. Later lines are rare, so a log stays short."""
     clock = 0.0
     bar = progress_bar.bar(total=1000)
     bar._time = lambda: clock

@@ -1,4 +1,4 @@
-"""Tests how runs with init_from= save memory: several passes per step, returned blocks, and recomputed activations."""
+"""Tests how runs with init_from= save memory: several passes per step, memory returned to the system, and recomputation."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests optim=adamw8bit: moments in bytes, updates like AdamW's, and runs that continue to the bit."""
+"""Tests optim=adamw8bit: moments in bytes, updates like AdamW's, and runs that continue bit for bit."""
 
 from collections.abc import Callable
 from functools import partial

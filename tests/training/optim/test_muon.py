@@ -1,4 +1,4 @@
-"""Tests that Muon updates matrices like torch's Muon and the rest like torch's AdamW, and continues to the bit."""
+"""Tests that Muon updates matrices like torch's Muon and the rest like torch's AdamW, and continues bit for bit."""
 
 import copy
 from collections.abc import Callable

@@ -132,7 +132,7 @@ IN_BACKWARD = "trainer.optim_in_backward=true"
 
 @pytest.mark.programs
 def test_a_run_is_the_same_with_and_without_and_after_a_kill(tmp_path: Path) -> None:
-    """Runs with and without the option train alike, and a killed run continues to the bit."""
+    """Runs with and without the option have the same weights, and a killed run continues bit for bit."""
     (tmp_path / "text.txt").write_text(TEXT)
     for name, options in (("after", ()), ("during", (IN_BACKWARD,))):
         result = done_here(tmp_path, "train", *RUN, *options, f"out_dir={name}")

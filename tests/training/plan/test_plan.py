@@ -146,13 +146,13 @@ def test_a_duration_has_a_unit_of_its_size(seconds: float, expected: str) -> Non
 
 
 def test_segments_that_are_computed_twice_take_their_time() -> None:
-    """All segments but the last of four are computed forward again, which takes a third of a segment's time."""
+    """All segments but the last of four are recomputed, which takes a third of a segment's time."""
     configs = [configured(1, 8, 4, 10, tbptt=K) for K in (0, 1, 4)]
     assert [duration.equivalent_steps(config, 60, 0) for config in configs] == [(60, 0), (60, 0), (75, 0)]
 
 
 def test_the_estimate_has_no_side_effects() -> None:
-    """The estimate draws no random numbers and changes no gradients or weights, so that training is the same to the bit."""
+    """The estimate draws no random numbers and changes no gradients or weights, so training stays bit-identical."""
     config = configured(2, 16, 2, 8)
     task = LanguageModel(RWKV(config.model, 50, select("wkv4", "torch_scan")).init_weights(), OptimConfig(), 10, 1.0)
     before = {name: weight.clone() for name, weight in task.state_dict().items()}

@@ -62,7 +62,7 @@ def test_the_steps_are_the_fewest_that_read_the_epochs(tmp_path_factory: pytest.
 
 @pytest.mark.programs
 def test_a_run_on_conversations_has_two_epochs_and_can_be_extended(tmp_path: Path) -> None:
-    """A run that has read all epochs is finished. A resume with more epochs equals to the bit a resume with as many steps."""
+    """A run that has read all epochs is finished. Resuming with more epochs is bit-identical to resuming with as many steps."""
     write_data(tmp_path)
     first = done_here(tmp_path, "train", *SMALL, "out_dir=run")
     assert first.status == 0, first.error

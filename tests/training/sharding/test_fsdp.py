@@ -313,7 +313,7 @@ def matrix(folder: Path) -> Path:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MATRIX)
 def test_four_processes_have_the_losses_of_one(matrix: Path, name: str) -> None:
-    """Directions of NorMuon are computed in half precision, where the order of sums shows."""
+    """Directions of NorMuon are computed in half precision, where the order of sums affects the result."""
     tolerance = 2e-2 if name == "fp16" else 1e-2 if "normuon" in name else 1e-4
     one, ddp, fsdp = (losses(matrix / f"{name}-{strategy}") for strategy in ("single", "ddp", "fsdp"))
     assert len(one) == 20
@@ -396,7 +396,7 @@ def test_only_one_process_reports_a_full_disk(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_torchrun_starts_a_run_again_after_a_kill(folder: Path) -> None:
-    """torchrun continues from the last complete checkpoint, to the bit."""
+    """torchrun continues bit for bit from the last complete checkpoint."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1",
                 "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--log-dir={folder / 'torchrun'}")
     case = (*CASES["rwkv4"], *LONGER, "trainer.checkpoint_every=2", "trainer=fsdp", *CPU, "resume=auto")

@@ -52,7 +52,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 240) -> None:
 
 
 def assert_as_alone(folder: Path, swept: Path, except_for: tuple[str, ...] = ()) -> None:
-    """Checks that each run of the sweep equals to the bit a run of train.py with the same options."""
+    """Checks that each run of the sweep is bit-identical to a run of train.py with the same options."""
     for name in statuses(swept):
         alone = folder / f"alone {name}"
         if not alone.exists():

@@ -194,7 +194,7 @@ def test_training_a_state_continues_from_another_state(folder: Path, run: Run) -
     (("tune=lora", "tune.rank=2", "trainer.tbptt=2"), ()), (("tune=state",), ()),
     (("tune=lora", "tune.base=int8", "trainer.tbptt=2"), ("data.batch_size=1", "trainer.accumulate=2"))])
 def test_two_processes_tune_like_one(folder: Path, options: tuple[str, ...], alone: tuple[str, ...]) -> None:
-    """In int8 the one process reads rows one at a time, like each of the two.
+    """In int8 the single process reads rows one at a time, like each of the two.
 
     Float32 products of several rows differ in the last bits, which may round an input to another value, 1/63 of the row's
     largest away.
