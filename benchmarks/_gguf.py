@@ -14,7 +14,7 @@ HEAD = "output.weight"
 
 
 def write_q4_k_m(source: Path, target: Path) -> None:
-    """Copies a GGUF file, and replaces its matrices by random blocks.
+    """Copies a GGUF file, and replaces its matrices with random blocks.
 
     The head and half of the value matrices become Q6_K, other matrices Q4_K. Low-rank matrices, and matrices whose width is not
     a multiple of the block size, are copied unchanged.

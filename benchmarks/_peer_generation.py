@@ -6,9 +6,9 @@
     rwkv.cpp       the library librwkv.so, for ggmf files: FP32, FP16, Q8_0, Q5_1, Q4_0
 
 benchmarks.generation starts this script with the files in FOLDER, in an environment with the peer and without this project.
-FOLDER/model.json has the architecture and the path of librwkv.so. A work is a timed function: a prefill, or a decoding step.
+FOLDER/model.json has the architecture and the path of librwkv.so. A task is a timed function: a prefill, or a decoding step.
 The script first prints one line of JSON: the seconds of loading and of the first token, the peak memory, and the number of
-tokens of each work by name. For each input line "SECONDS NAME" the script calls the named work for that many seconds, and
+tokens of each task by name. For each input line "SECONDS NAME" the script calls the named task for that many seconds, and
 prints the mean seconds of a call. All peers use two threads, or one on a single core.
 """
 
@@ -200,15 +200,15 @@ def main(name, form, folder, batches, prompt):
     began = time.perf_counter()
     peer.prefill()
     first_token_s = time.perf_counter() - began
-    works = {f"decode, batch {B}": (B, lambda B=B: peer.decode(B)) for B in peer.batches}
-    works[f"prefill {prompt}"] = int(prompt), lambda: peer.prefill
+    tasks = {f"decode, batch {B}": (B, lambda B=B: peer.decode(B)) for B in peer.batches}
+    tasks[f"prefill {prompt}"] = int(prompt), lambda: peer.prefill
     status = Path("/proc/self/status").read_text(encoding="ascii")           # getrusage would include the parent's peak
     peak_mib = int(status.split("VmHWM:")[1].split()[0]) / 1024
     print(json.dumps({"load_s": load_s, "first_token_s": first_token_s, "peak_mib": peak_mib,
-                      "works": {work: tokens for work, (tokens, _) in works.items()}}), flush=True)
+                      "tasks": {task: tokens for task, (tokens, _) in tasks.items()}}), flush=True)
     for line in sys.stdin:
-        seconds, work = line.rstrip("\n").split(" ", 1)
-        print(mean_seconds(works[work][1](), float(seconds)), flush=True)
+        seconds, task = line.rstrip("\n").split(" ", 1)
+        print(mean_seconds(tasks[task][1](), float(seconds)), flush=True)
 
 
 def mean_seconds(function, least):

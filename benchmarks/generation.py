@@ -71,11 +71,11 @@ BY_INPUT, BY_INPUT_FILE = "bfloat16 by input", "by_input.safetensors"
 GGUF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
 GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
-ROUNDS = 5                               # in each round every program runs each of its works once
+ROUNDS = 5                               # in each round every program runs each of its tasks once
 THREADS = 2                              # threads of each program
-TURN_S = 0.6                             # seconds per work and round
-LIMIT = "limit of "                      # prefix of the name of a work's matrix products
-READ = "read"                            # the work that measures the bandwidth
+TURN_S = 0.6                             # seconds per task and round
+LIMIT = "limit of "                      # prefix of the name of a task's matrix products
+READ = "read"                            # the task that measures the bandwidth
 Row = dict[str, Any]
 
 
@@ -118,10 +118,10 @@ def compare(programs: dict[tuple[str, str], list[str]]) -> tuple[list[Row], list
                 try:
                     if turn == 0:
                         workers[key] = running.enter_context(worker(command))
-                        seconds[key] = {work: [] for work in workers[key].works}
+                        seconds[key] = {task: [] for task in workers[key].tasks}
                     elif key in workers:
-                        for work, samples in seconds[key].items():
-                            samples.append(workers[key].seconds(work))
+                        for task, samples in seconds[key].items():
+                            samples.append(workers[key].seconds(task))
                 except ProcessEnded as ended:
                     if key[0] == "timemix":
                         raise
@@ -129,43 +129,43 @@ def compare(programs: dict[tuple[str, str], list[str]]) -> tuple[list[Row], list
                     errors.append(str(ended))
     rows = []
     for (of, dtype), process in workers.items():
-        middle = {work: median(samples) for work, samples in seconds[of, dtype].items()}
-        rows += [{"of": of, "dtype": dtype, "what": work} | _limits(process, middle, work)
+        middle = {task: median(samples) for task, samples in seconds[of, dtype].items()}
+        rows += [{"of": of, "dtype": dtype, "what": task} | _limits(process, middle, task)
                  | {key: process.header[key] for key in ("load_s", "first_token_s", "peak_mib")}
-                 for work in middle if work != READ and not work.startswith(LIMIT)]
+                 for task in middle if task != READ and not task.startswith(LIMIT)]
     return rows, errors
 
 
-def _limits(worker: "Worker", seconds: dict[str, float], work: str) -> Row:
-    """Returns the tokens per second of a work and, if known, of its matrix products alone and at the bandwidth limit."""
-    tokens = worker.works[work]
-    row = {"tokens_per_s": tokens / seconds[work]}
+def _limits(worker: "Worker", seconds: dict[str, float], task: str) -> Row:
+    """Returns the tokens per second of a task and, if known, of its matrix products alone and at the bandwidth limit."""
+    tokens = worker.tasks[task]
+    row = {"tokens_per_s": tokens / seconds[task]}
     if READ in seconds:
         bandwidth = worker.header["read_bytes"] / seconds[READ]
-        row |= {"products": tokens / seconds[LIMIT + work], "read_gb_s": bandwidth / 1e9}
-        if work in worker.header["step_bytes"]:
-            row["read"] = tokens * bandwidth / worker.header["step_bytes"][work]
+        row |= {"products": tokens / seconds[LIMIT + task], "read_gb_s": bandwidth / 1e9}
+        if task in worker.header["step_bytes"]:
+            row["read"] = tokens * bandwidth / worker.header["step_bytes"][task]
     return row
 
 
 class Worker:
-    """A process that measures works on request, and is suspended between requests.
+    """A process that measures tasks on request, and is suspended between requests.
 
     Attributes:
-        works: number of tokens of each work, by name.
+        tasks: number of tokens of each task, by name.
         header: the first line of the process, parsed from JSON.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.header = json.loads(receive_line(process, "{"))
-        self.works: dict[str, int] = self.header["works"]
+        self.tasks: dict[str, int] = self.header["tasks"]
         process.send_signal(signal.SIGSTOP)
 
-    def seconds(self, work: str) -> float:
-        """Measures a work, and returns the mean seconds of a call."""
+    def seconds(self, task: str) -> float:
+        """Measures a task, and returns the mean seconds of a call."""
         self._process.send_signal(signal.SIGCONT)
-        send_line(self._process, f"{TURN_S} {work}")
+        send_line(self._process, f"{TURN_S} {task}")
         seconds = float(receive_line(self._process))
         self._process.send_signal(signal.SIGSTOP)
         return seconds
@@ -206,7 +206,7 @@ def _commands(args: argparse.Namespace, folder: Path, width: str, dtype: str) ->
 
 
 def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> None:
-    """Runs in timemix's Worker process. Prints the header, then the mean seconds for each input line "SECONDS WORK"."""
+    """Runs in timemix's Worker process. Prints the header, then the mean seconds for each input line "SECONDS TASK"."""
     keep_large_blocks()
     torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     began = time.perf_counter()
@@ -219,17 +219,17 @@ def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> Non
     first_s = time.perf_counter() - began
     peak_mib = peak_memory() / 2**20     # is read before the inputs of the matrix products are allocated
     read, read_bytes = hardware.read("cpu")
-    works: dict[str, tuple[int, Callable[[], Any]]] = {READ: (1, read)}
+    tasks: dict[str, tuple[int, Callable[[], Any]]] = {READ: (1, read)}
     for B in batches:
-        works |= {decode_name(B): (B, _decode(model, B)), LIMIT + decode_name(B): (B, _products(model, B))}
+        tasks |= {decode_name(B): (B, _decode(model, B)), LIMIT + decode_name(B): (B, _products(model, B))}
     name = f"prefill {prompt}"
-    works |= {name: (prompt, lambda: prefill(model, tokens)), LIMIT + name: (prompt, _prefill_products(model, prompt))}
+    tasks |= {name: (prompt, lambda: prefill(model, tokens)), LIMIT + name: (prompt, _prefill_products(model, prompt))}
     print(json.dumps({"load_s": load_s, "first_token_s": first_s, "peak_mib": peak_mib, "read_bytes": read_bytes,
-                      "works": {key: n for key, (n, _) in works.items()},
+                      "tasks": {key: n for key, (n, _) in tasks.items()},
                       "step_bytes": {decode_name(B): step_bytes(model, dtype, B) for B in batches}}), flush=True)
     for line in sys.stdin:
         seconds, _, key = line.rstrip("\n").partition(" ")
-        print(_mean_seconds(works[key][1], float(seconds)), flush=True)
+        print(_mean_seconds(tasks[key][1], float(seconds)), flush=True)
 
 
 def decode_name(B: int) -> str:

@@ -12,7 +12,7 @@ calls with different --only may use the same folder.
                 and every kernel with float64
     train       training steps: tokens/s, host time, launches, peak memory, the longest kernels; in bf16-mixed, float32 and
                 tf32, with CUDA graphs, and without the fused layers
-    decode      a step for 1 to 512 rows and its tokens drawn, in bfloat16, int8, int4 and float32; prefill
+    decode      a step of 1 to 512 rows with sampling, in bfloat16, int8, int4 and float32; prefill
     wkv7        forward and backward of every kernel      wkv4    the same for RWKV-4
     serve       1, 16 and 64 concurrent requests: by the engine alone, and for clients of serve.py
     programs    train.py, generate.py, chat.py, evaluate and serve.py, as a user calls them
@@ -49,7 +49,7 @@ RESULTS, LOG = "results.jsonl", "log.txt"
 TAIL_LINES = 6                           # last lines of the log, shown for a failed part
 LEAST_S = 5.0                            # a part is not started if less time is left
 BUDGET_S = 540.0                         # the ten minutes of make gpu-check, less one in reserve
-PATIENCE = {"cuda": 1.0, "cpu": 4.0}     # factors on BUDGET_S and on the limits of parts
+PATIENCE = {"cuda": 1.0, "cpu": 4.0}     # factors of BUDGET_S and of the limits of parts
 DEADLINE = "--deadline"                  # option of a part's process: the seconds after which it will be stopped
 PUBLISHED = (                            # rates published by the authors, for other GPUs
     {"peer": "RWKV-LM train_temp", "shape": "rwkv7 12x768, 16 x 512", "on": "RTX 5090", "ktok_s": 99.5},

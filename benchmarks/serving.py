@@ -5,7 +5,7 @@
 Measures the tokens per second of streams after their prompts. PART is one of
 
     share   alternates requests over HTTP, the engine alone, and the decoder without sampling, with RWKV-4
-    peers   measures HTTP with RWKV-7, on an idle machine and with one busy process, alternating with llama.cpp's server on the
+    peers   measures the server with RWKV-7, on an idle machine and with one busy process, alternating with llama.cpp's on the
             same weights and requests if --llama-server names that program (make llama-server); two threads each
 
 The server is `python serve.py` with random weights in RWKV-4's 169M shape, or RWKV-7's 0.1b shape for peers. The vocabulary

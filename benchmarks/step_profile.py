@@ -51,7 +51,7 @@ OPTIMS = ("adamw", "muon", "normuon")
 PARTS = ("forward", "loss", "backward", "optimiser")
 KINDS = ("products", "wkv", "norm", "pointwise", "other", "between")
 PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "addbmm", "linear", "matmul", "_addmm_activation")
-WARM_UP, PROFILED = 3, 3                 # steps
+WARM_UP_STEPS, PROFILE_STEPS = 3, 3
 LONGEST = 6                              # operations to list
 PART, NATIVE = "part: ", "native::"      # prefixes of recorded names
 Report = dict[str, Any]
@@ -118,23 +118,23 @@ def time_parts(run: Step, steps: int) -> dict[str, float]:
         yield
         times[name].append(1000 * (time.perf_counter() - start))
 
-    for _ in range(WARM_UP + steps):
+    for _ in range(WARM_UP_STEPS + steps):
         run(part)
-    return {name: median(samples[WARM_UP:]) for name, samples in times.items()}
+    return {name: median(samples[WARM_UP_STEPS:]) for name, samples in times.items()}
 
 
 def profile_operations(run: Step) -> Times:
-    """Returns the time of each operation in PROFILED steps, without the operations that it calls.
+    """Returns the time of each operation in PROFILE_STEPS steps, without the time of the operations that it calls.
 
     Operations inside WKV count as WKV.
     """
     def part(name: str) -> record_function:
         return record_function(PART + name)
 
-    for _ in range(WARM_UP):             # the first step compiles
+    for _ in range(WARM_UP_STEPS):             # the first step compiles
         run(part)
     with silence_profiler(), _record_native_calls(), profile(activities=[ProfilerActivity.CPU]) as recorded:
-        for _ in range(PROFILED):
+        for _ in range(PROFILE_STEPS):
             run(part)
     times: Times = defaultdict(Counter)
     for event in recorded.events():

@@ -104,7 +104,7 @@ def serving(report: Report, table: Callable[..., str] = markdown) -> str:
 
 
 PARTS = {"stdlib": "train.py as it is, model=tiny and rwkv7_tiny", "shakespeare": "experiment=shakespeare_char"}
-TRAINED = {"rwkv4": "RWKV-4", "rwkv7": "RWKV-7", "nanogpt": "nanoGPT"}
+MODEL_NAMES = {"rwkv4": "RWKV-4", "rwkv7": "RWKV-7", "nanogpt": "nanoGPT"}
 
 
 def generations(report: Report, table: Callable[..., str] = markdown) -> str:
@@ -113,7 +113,7 @@ def generations(report: Report, table: Callable[..., str] = markdown) -> str:
     for part, name in PARTS.items():
         results = report.get(part, {"mean": {}})
         for trained, mean in results["mean"].items():
-            rows.append([name, TRAINED[trained], f"{results['ms'][trained]:.0f}", f"{results['steps'][trained]}",
+            rows.append([name, MODEL_NAMES[trained], f"{results['ms'][trained]:.0f}", f"{results['steps'][trained]}",
                          f"{mean['val_loss']:.4f}", f"{mean['val_bpb']:.4f}"])
     return "\n\n".join(filter(None, [table(rows, left=2), _earlier_commits(report)]))
 
@@ -123,7 +123,7 @@ def positions(report: Report, table: Callable[..., str] = markdown) -> str:
     places = list(max((run["nats"] for run in report["runs"]), key=len, default={}))
     rows = [["", "tokens", "width", "context", *places]]
     for run in report["runs"]:
-        rows.append([TRAINED[run["generation"]], f"{run['tokens']:,}", f"{run['width']}", f"{run['context']:,}",
+        rows.append([MODEL_NAMES[run["generation"]], f"{run['tokens']:,}", f"{run['width']}", f"{run['context']:,}",
                      *(f"{run['nats'][place]:.3f}" if place in run["nats"] else "" for place in places)])
     return table(rows)
 

@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A way of computing a training step.
+    """A variant of the computation of a training step.
 
     Attributes:
         options: further fields of TrainerConfig, which must not be modified.

@@ -11,9 +11,9 @@ from torch import Tensor
 from benchmarks._gpu_parts.check import Check, milliseconds
 from benchmarks._gpu_parts.random_models import Shape, Way, autocast, new_task, use_fused_layers
 
-TRAINED = (Shape("rwkv7", 12, 768, 65536, 8, 1024), Shape("rwkv7", 4, 192, 2048, 8, 128),
-           Shape("rwkv7", 24, 2048, 65536, 4, 1024), Shape("rwkv4", 12, 768, 50277, 8, 1024))
-TRIED = (Shape("rwkv7", 2, 64, 256, 2, 16), Shape("rwkv4", 2, 64, 256, 2, 16))           # shapes for --device cpu
+GPU_SHAPES = (Shape("rwkv7", 12, 768, 65536, 8, 1024), Shape("rwkv7", 4, 192, 2048, 8, 128),
+              Shape("rwkv7", 24, 2048, 65536, 4, 1024), Shape("rwkv4", 12, 768, 50277, 8, 1024))
+CPU_SHAPES = (Shape("rwkv7", 2, 64, 256, 2, 16), Shape("rwkv4", 2, 64, 256, 2, 16))
 WAYS = (Way("bf16", "bf16-mixed"), Way("bf16, graphs", "bf16-mixed", graphs=True), Way("tf32", "tf32"),
         Way("float32", "32-true"), Way("bf16, unfused", "bf16-mixed", fused=False))
 COMPILED = (Way("bf16, compiled", "bf16-mixed", {"compile": True}),)
@@ -30,7 +30,7 @@ def compiled(check: Check) -> None:
 
 def _train(check: Check, ways: Sequence[Way]) -> None:
     for way in ways:
-        for shape in TRAINED if check.on_gpu else TRIED:
+        for shape in GPU_SHAPES if check.on_gpu else CPU_SHAPES:
             if (way.precision == "tf32" or way.graphs) and not check.on_gpu:
                 continue
             about = {"model": str(shape), "way": way.name}

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import generation
 
-HEADER = '{"works": {"decode, batch 1": 1}, "load_s": 1, "first_token_s": 1, "peak_mib": 1}'
+HEADER = '{"tasks": {"decode, batch 1": 1}, "load_s": 1, "first_token_s": 1, "peak_mib": 1}'
 ANSWERS = f"print('{HEADER}', flush=True)\nwhile input(): print(0.5, flush=True)"
 AFTER_ONE_TURN = f"print('{HEADER}', flush=True)\ninput()\nprint(0.5, flush=True)"
 AT_ONCE = "raise SystemExit(7)"
