@@ -5,7 +5,7 @@
 PART is one of
 
     first   measures the time to the first token after a context of 0, 1,000 and 20,000 tokens (--tokens) and a short question.
-            The context is prefilled, cached, or a saved state, which the server reads from its file after a restart (states_dir=).
+            The context is prefilled, cached, or a saved state, whose file is read after a restart (states_dir=).
             The table shows medians of the turns. With --llama-server PROGRAM, llama.cpp's server is measured on the same
             weights: prefilled, cached in a slot, and from a saved slot, before and after a restart.
     load    runs 64 clients (--clients) that connect, stream and leave. A third hang up in the middle; half continue a state,

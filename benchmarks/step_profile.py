@@ -131,7 +131,7 @@ def profile_operations(run: Step) -> Times:
     def part(name: str) -> record_function:
         return record_function(PART + name)
 
-    for _ in range(WARM_UP_STEPS):             # the first step compiles
+    for _ in range(WARM_UP_STEPS):       # the first step compiles
         run(part)
     with silence_profiler(), _record_native_calls(), profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(PROFILE_STEPS):
