@@ -134,11 +134,11 @@ class Operator:
         raise NotImplementedError
 
     def _outputs_of(self, results: Any, like: Sequence[Tensor]) -> Tensors:
-        """Returns what an implementation's forward has returned as a tuple. The outputs must have the shapes of `like`."""
+        """Returns the outputs of an implementation's forward as a tuple. The outputs must have the shapes of `like`."""
         return self._with_shapes("forward", [name for name, _ in self.outputs], results, like)
 
     def _gradients_of(self, results: Any, like: Sequence[Tensor]) -> Tensors:
-        """Returns what an implementation's backward has returned as a tuple. The gradients must have the shapes of `like`."""
+        """Returns the gradients of an implementation's backward as a tuple. The gradients must have the shapes of `like`."""
         return self._with_shapes("backward", [f"grad_{name}" for name in self.gradients], results, like)
 
     def _with_shapes(self, part: str, names: Sequence[str], results: Any, like: Sequence[Tensor]) -> Tensors:

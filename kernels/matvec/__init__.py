@@ -71,12 +71,12 @@ class Packed:
 
     @property
     def by_input(self) -> bool:
-        """True if the memory of `weight` is (K,N)."""
+        """Returns True if the memory of `weight` is (K,N)."""
         return False
 
     @property
     def stored(self) -> Tensor:
-        """`weight` as a contiguous tensor, without a copy if its memory is contiguous: transposed if by_input."""
+        """Returns `weight` as a contiguous tensor, transposed if by_input, without a copy if the memory is contiguous."""
         return self.weight.T if self.by_input else self.weight.contiguous()
 
     @property
@@ -181,7 +181,7 @@ class Int8(Packed):
 
     @property
     def by_input(self) -> bool:
-        """True if the memory of `weight` is (K,N), in a form that c_v0 can multiply."""
+        """Returns True if the memory of `weight` is (K,N), in a form that c_v0 can multiply."""
         return self.non_negative and self.K % 8 == 0 and self.weight.T.is_contiguous() and not self.weight.is_contiguous()
 
     def stored_by_input(self) -> Self:

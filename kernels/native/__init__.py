@@ -118,7 +118,7 @@ def number(argument: "int | float | Tensor | None") -> int:
 
 
 def not_built(file: Path) -> str | None:
-    """Returns the first function that a file calls by native.run and this system's library does not contain, or None."""
+    """Returns the first function that a file calls with native.run but this system's library lacks, or None."""
     names = CALL.findall(file.read_text(encoding="utf-8"))
     try:
         library = _here().path.read_bytes()

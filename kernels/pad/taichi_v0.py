@@ -19,7 +19,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("taichi",), dtypes=(torch.float32, torch.uint8))
 
 VECTOR = 64  # bytes
-LONG = 32  # tiles with at least so many vectors per row are not repeated
+LONG = 32  # tiles with at least this many vectors per row are not repeated
 THREADS = 128  # threads per row, on a GPU
 PIXELS = {torch.float32: ti.f32, torch.uint8: ti.u8}
 

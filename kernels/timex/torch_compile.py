@@ -3,7 +3,7 @@
     out = eps + (windows(k) * w).sum(-1)             windows(k)[b,c,t,i] = k[b,c,t+i-(T-1)], zero before the first step
 
 The first call compiles the formula for all sizes, which takes seconds. The result is one loop nest with the sum inside, without
-a (B,C,T,T) tensor. A loop over the lag would be unrolled to T operations. Half of the computed products are by padding zeros.
+a (B,C,T,T) tensor. A loop over the lag would be unrolled to T operations. Half of the products multiply padding zeros.
 """
 
 import torch.nn.functional as F

@@ -1,10 +1,10 @@
-"""Tensor cores multiply by Toeplitz tiles, of which one serves every time tile and every batch.
+"""Tensor cores multiply by Toeplitz tiles. One such tile serves all time tiles and all batches.
 
 A row is a pair (time tile, batch). All rows have the same weights between an output tile and the input x that is `shift` steps
 earlier. So the convolution of a channel is a sum of matrix products over `shift`:
 
     forward   out[row, i] += k[row, j - shift] * h[shift + i - j]                 h[lag] = w[T - 1 - lag], 0 outside
-    grad_k    as forward, backwards in time: grad_out[row, j + shift], h[shift + j - i]
+    grad_k    as forward, with time reversed: grad_out[row, j + shift], h[shift + j - i]
     grad_w    sum over the rows of grad_out[row, i] * k[row, j - shift]: each diagonal i - j adds up to one lag
 
 A float32 product is computed as three TF32 products (tf32x3), with a relative error of 2^-22. Tensor cores truncate their sums,

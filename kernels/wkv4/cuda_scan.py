@@ -6,8 +6,8 @@ taichi_scan, e^k = m * 2^n with an integer n, and every rescaling is by a power 
 in float64. |k|, |p| and |time_first| are clamped to 1.1e7, and e^(u+k) relative to the state to 2^64.
 
 The backward first computes the state before each chunk of 128 steps, which takes extra memory of 3/128 of k. Then the chunks
-are processed from last to first. A warp passes through a segment twice. The pass forwards sums the segment's contribution to
-the state's gradient. The pass backwards uses the sums of the later segments, and computes the gradients of the steps. The
+are processed from last to first. A warp passes through a segment twice. The forward pass sums the segment's contribution to
+the state's gradient. The backward pass uses the sums of the later segments, and computes the gradients of the steps. The
 backward reads and writes 7 tensors of the size of k, and the forward 3. The forward has some 60 instructions per step, and the
 backward 130, so the memory bandwidth of an H200 should limit both (estimated). k, v, y and their gradients may be in bfloat16;
 the arithmetic is in float32.

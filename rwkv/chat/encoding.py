@@ -94,7 +94,7 @@ def _pieces_after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
 
 
 def _use_private_names(tokenizer: Tokenizer, rendered: str) -> str:
-    """Removes the marks, and replaces special tokens' names from the template by the tokenizer's private names."""
+    """Removes the marks, and replaces special tokens' names from the template with the tokenizer's private names."""
     private = tokenizer.private
     if not private:
         return rendered
@@ -146,7 +146,7 @@ class MarkingTemplate(ChatTemplate):
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Tools = None, think: Think = False, effort: str | None = None) -> str:
-        messages = check_messages(messages)              # precedes marking, so that errors show the original text
+        messages = check_messages(messages)              # before marking, so that errors show the original text
         with _errors_without_marks():
             return self._template.render(mark_special_names(self._tokenizer, messages), add_generation_prompt,
                                          mark_special_names(self._tokenizer, tools), think, effort)

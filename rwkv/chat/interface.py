@@ -17,7 +17,7 @@ Part = tuple[str, bool]
 class ChatTemplate(ABC):
     """Renders conversations as text.
 
-    In rendered text, the constant END stands for the end-of-text token. encode() in rwkv/chat/encoding.py replaces END by the
+    In rendered text, the constant END stands for the end-of-text token. encode() in rwkv/chat/encoding.py replaces END with the
     token's id.
 
     Attributes:

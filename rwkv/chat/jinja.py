@@ -27,7 +27,7 @@ CALL: Message = {"role": "assistant", "content": "", "tool_calls": [
 RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "a_name",
                    "content": "A result that no template contains."}
 PART = re.compile("""['"]type['"]: ?['"]text['"]""")     # appears if a template wrote parts as data
-THOUGHTS_PROMPT = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")  # how a g1 or flower prompt for thoughts ends
+THOUGHTS_PROMPT = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")  # the end of a prompt of g1 or flower for thoughts
 
 
 class TemplateLimit(UserError):

@@ -132,7 +132,7 @@ class _Calibrator:
             self._matrices = self._quantise_block(part)
 
     def _quantise_block(self, part: int) -> dict[str, Blocks]:
-        """Returns the packed matrices of a block, and replaces the sequences by the output of the block."""
+        """Returns the packed matrices of a block, and replaces the sequences with the output of the block."""
         prefix = f"blocks.{part}."
         module = self._model.blocks[part]
         self._load(module, prefix)

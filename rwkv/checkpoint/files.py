@@ -124,7 +124,7 @@ class Checkpoint:
 
 def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = None, config: ModelConfig | None = None,
                   source: str = "the weights") -> Checkpoint:
-    """Makes a checkpoint of tensors in memory. Raises CheckpointError if they are not the weights of a model."""
+    """Makes a checkpoint from tensors in memory. Raises CheckpointError if they are not the weights of a model."""
     stored = {name: Stored.of(name, source, tensor) for name, tensor in weights.items()}
     checkpoint = _interpret(Content(Path(source), stored))
     checkpoint = replace(checkpoint, config=config or checkpoint.config)

@@ -183,7 +183,7 @@ def _row_blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tenso
 
 
 def _replace_by_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
-    """Returns the summed negative log-likelihood of the rows not ignored, and replaces the logits (rows,V) by its gradient.
+    """Returns the summed negative log-likelihood of the rows not ignored, and replaces the logits (rows,V) with its gradient.
 
     log(sum(exp(logits))) is computed as the largest logit minus the logarithm of its probability, which is at least 1 / V.
     """

@@ -1,6 +1,6 @@
 """Counts the bytes of a text that a tokenizer loses. No model predicts lost bytes, so bits per byte would omit their cost.
 
-A tokenizer of the `tokenizers` library may drop characters that are not in the vocabulary, or replace them by an unknown token.
+A tokenizer of the `tokenizers` library may drop characters that are not in the vocabulary, or replace them with an unknown token.
 Some tokenizers convert letters to lower case, or remove accents, newlines and repeated spaces. A byte is lost if it is not in
 the decoded text. The number of lost bytes is the length of the text in UTF-8 minus the length of the longest common subsequence
 of the text and the decoded text. Unknown tokens decode to nothing here.

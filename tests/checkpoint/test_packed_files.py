@@ -294,7 +294,7 @@ def test_a_model_outlives_its_file_and_can_be_copied(tmp_path: Path, dtype: str)
     model = RWKV.from_pretrained(path, "reference", dtype=dtype)
     ids = tokens(model)
     expected = RWKV.from_pretrained(path, "reference", dtype=dtype, mmap=False)(ids)[0]
-    # The next line replaces the file by a rename
+    # The next line replaces the file with a rename
     small_model("reference", seed=1, generation="rwkv7", **WIDE).save_pretrained(path, dtype=dtype)
     copies: list[Any] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("cpu")]
     path.unlink()

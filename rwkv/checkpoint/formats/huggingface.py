@@ -126,7 +126,7 @@ def _epsilon(path: Path, config: JsonObject, generation: ModuleType, ours: bool)
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Writes the directory. Raises UserError if it contains other files, or if the generation lacks the layout."""
+    """Writes the directory. Raises UserError if it contains other files, or if the layout does not support the generation."""
     if outgoing.layout not in (None, *LAYOUTS):
         raise UserError(f"the layout of a Hugging Face directory must be one of {', '.join(LAYOUTS)}; got {outgoing.layout!r}")
     generation = generation_of(outgoing.config)
