@@ -50,7 +50,7 @@ TAIL_LINES = 6                           # last lines of the log, shown for a fa
 LEAST_S = 5.0                            # a part is not started if less time is left
 BUDGET_S = 540.0                         # the ten minutes of make gpu-check, less one in reserve
 PATIENCE = {"cuda": 1.0, "cpu": 4.0}     # factors of BUDGET_S and of the limits of parts
-DEADLINE = "--deadline"                  # option of a part's process: the seconds after which it will be stopped
+DEADLINE = "--deadline"                  # option of a part's process, which is stopped after this many seconds
 PUBLISHED = (                            # rates published by the authors, for other GPUs
     {"peer": "RWKV-LM train_temp", "shape": "rwkv7 12x768, 16 x 512", "on": "RTX 5090", "ktok_s": 99.5},
     {"peer": "RWKV-LM", "shape": "rwkv7 7.2b", "on": "32 H100", "mfu": 0.37},

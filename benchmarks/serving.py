@@ -253,9 +253,9 @@ def rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tup
 
 
 def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measures all servers of a weight width alternately, each without and with a busy process.
+    """Measures the servers with weights of `dtype`'s size alternately, each without and with a busy process.
 
-    The other servers are suspended meanwhile.
+    The server that is measured runs; the others are suspended.
     """
     with ExitStack() as running:
         servers = {("timemix", dtype): running.enter_context(serving(checkpoint, dtype, f"max_rows={max(args.texts)}"))}

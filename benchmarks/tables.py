@@ -13,7 +13,7 @@ from kernels.arguments import Parser
 from kernels.bench.results import FOLDER, Report, read_json
 from kernels.bench.text import fill_section, markdown
 from kernels.machine.hardware import ROOT
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] = ()) -> None:
 def caption(report: Report) -> str:
     machine = report["machine"]
     instructions = f" with {machine['instructions']}" if "instructions" in machine else ""
-    return (f"{machine['cpu']}{instructions}, {counted(machine['threads'], 'thread')}; torch {machine['torch']}; "
+    return (f"{machine['cpu']}{instructions}, {count_of(machine['threads'], 'thread')}; torch {machine['torch']}; "
             f"commit {machine['commit']}, {machine['date'][:10]}.")
 
 

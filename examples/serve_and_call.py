@@ -27,15 +27,15 @@ def main() -> None:
 
 
 def address(server: subprocess.Popen[str]) -> str:
-    """Prints the server's output until the server is ready, and returns the address of the server."""
-    found = ""
+    """Prints the server's output until the server is ready, and returns the url of the server."""
+    url = ""
     for line in server.stderr or ():
         sys.stderr.write(line)
         word, _, rest = line.strip().partition(" ")
         if word == "address":
-            found = rest.strip()
+            url = rest.strip()
         if word == "ready":
-            return found
+            return url
     sys.exit("the server has ended: the lines above give the reason")
 
 

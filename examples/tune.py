@@ -22,14 +22,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    talks, held_out = args.folder / "talks.jsonl", args.folder / "held-out.jsonl"
-    write(talks, 400, seed=0)
+    conversations, held_out = args.folder / "talks.jsonl", args.folder / "held-out.jsonl"
+    write(conversations, 400, seed=0)
     write(held_out, 50, seed=1)
     base, tuned = args.folder / "base", args.folder / "tuned"
     small = ("logger=csv", "trainer.sample_tokens=0", "trainer.val_tokens=5000")
     train("model=rwkv7_tiny", "model.n_layer=2", "model.n_embd=128", "data.tokenizer=byte", f"trainer.max_steps={args.steps}",
           f"out_dir={base}", *small)
-    train(f"init_from={base}", "data=chat", f"data.path={talks}", "tune=lora", "optim.lr=5e-3", f"out_dir={tuned}", *small)
+    train(f"init_from={base}", "data=chat", f"data.path={conversations}", "tune=lora", "optim.lr=5e-3", f"out_dir={tuned}",
+          *small)
     print(f"loss on held-out answers, nats per token: {loss(base, held_out):.3f} before, {loss(tuned, held_out):.3f} after")
 
 
@@ -39,8 +40,8 @@ def write(file: Path, count: int, seed: int) -> None:
     with file.open("w", encoding="utf-8") as opened:
         for _ in range(count):
             words = draw.sample(WORDS, 3)
-            talk = [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": words[0]}]
-            opened.write(json.dumps({"messages": talk}) + "\n")
+            conversation = [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": words[0]}]
+            opened.write(json.dumps({"messages": conversation}) + "\n")
 
 
 def train(*options: str) -> None:
@@ -48,8 +49,8 @@ def train(*options: str) -> None:
         sys.exit("training failed: the lines above give the reason")
 
 
-def loss(checkpoint: Path, talks: Path) -> float:
-    options = (f"checkpoint={checkpoint.resolve()}", f"data.path={talks.resolve()}")
+def loss(checkpoint: Path, conversations: Path) -> float:
+    options = (f"checkpoint={checkpoint.resolve()}", f"data.path={conversations.resolve()}")
     command = [sys.executable, "-m", "rwkv.tools.evaluate", *options]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return float(json.loads(done.stdout.splitlines()[-1])["loss"])

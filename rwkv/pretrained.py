@@ -41,7 +41,7 @@ from rwkv.errors import UserError
 from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.state_files import context_of_state, is_state_file, load_context
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted, wrap_text
+from rwkv.io.lines import count_of, wrap_text
 from rwkv.io.state_path import state_path
 from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
 from rwkv.model.decoding import c_step
@@ -273,7 +273,7 @@ class OpenCheckpoint(NamedTuple):
             notes.append(("state", self.checkpoint.state_note))
         if self.checkpoint.adapter_kind:
             notes.append(("adapter", f"{self.checkpoint.adapter_kind} at {self.checkpoint.path} is merged into "
-                          f"{counted(len(self.checkpoint.unadapted), 'linear layer')}"))
+                          f"{count_of(len(self.checkpoint.unadapted), 'linear layer')}"))
         if self.assumed:
             notes.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))
         if end := self.tokenizer.end_line():

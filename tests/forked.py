@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 METHOD = "forkserver"                    # start method of multiprocessing
 
 
-def preloaded() -> multiprocessing.context.BaseContext:
+def preloaded_context() -> multiprocessing.context.BaseContext:
     """Returns the multiprocessing context whose processes are forked from one that has imported the programs' libraries."""
     context = multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(["rwkv.training.fit", "hydra.compose", "hydra.utils", "rwkv.serving.server",
@@ -52,7 +52,7 @@ class Forked:
         self._files[0].write_text(input, encoding="utf-8")
         if log is not None:
             self._files[1:] = log, log
-        self._process = preloaded().Process(target=_work, args=(folder, command, environment, largest, self._files))
+        self._process = preloaded_context().Process(target=_work, args=(folder, command, environment, largest, self._files))
         self._process.start()
 
     @property

@@ -51,7 +51,7 @@ def in_soak(*parameters: Any) -> list[Any]:
     return [pytest.param(*each.values, id=each.id, marks=[*each.marks, pytest.mark.soak]) for each in parameters]
 
 
-def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+def cache_results(function: Callable[..., Any]) -> Callable[..., Any]:
     """Caches the function's results by the values of its tensors. Callers must not write into a result."""
     known: dict[Any, Any] = {}
 

@@ -21,10 +21,10 @@ PROGRAMS = {"train": (train.train, TrainConfig), "generate": (generate.generate,
 Run = Callable[..., tuple[int, str, str]]
 _checked: dict[tuple[Any, ...], str | None] = {}
 _composed: dict[tuple[str, ...], Any] = {}
-compose = hydra.compose
+hydra_compose = hydra.compose
 
 
-def composed(program: str, *arguments: str) -> Any:
+def compose(program: str, *arguments: str) -> Any:
     """Returns the configuration of a program with these arguments."""
     schema = PROGRAMS[program][1]
     line = cli.split(list(arguments), schema)
@@ -68,7 +68,7 @@ def compose_once(config_name: str, overrides: list[str], **options: Any) -> Any:
              for group, _, name in (override.partition("=") for override in overrides) if name == RECIPE]
     key = str(configs.CONFIGS), config_name, *overrides, *files, str(options)
     if key not in _composed:
-        _composed[key] = compose(config_name, overrides, **options)
+        _composed[key] = hydra_compose(config_name, overrides, **options)
     return _composed[key]
 
 

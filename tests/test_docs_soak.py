@@ -141,7 +141,7 @@ def compressed(path: Path) -> None:
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else zstandard.compress(content))
 
 
-def talks(path: Path) -> None:
+def conversations(path: Path) -> None:
     lines(path, *({"messages": [{"role": "user", "content": f"What comes after {n}?"},
                                 {"role": "assistant", "content": f"{n + 1}"}]} for n in range(40)))
 
@@ -175,7 +175,7 @@ def latest_run(path: Path) -> None:
 def tuned_by(how: str) -> Callable[[Path], None]:
     """Returns a function that trains a run which tunes BASE.pth with tune=`how`."""
     def train_run(path: Path) -> None:
-        talks(path.parent.parent / "talks.jsonl")
+        conversations(path.parent.parent / "talks.jsonl")
         train(path.parent.parent, f"init_from=BASE.pth data=chat data.path=talks.jsonl tune={how} model.ctx_len=256 "
                                   f"{LITTLE_TEXT} out_dir={path}")
     return train_run
@@ -196,13 +196,13 @@ FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "deploy.md": {G1: world_model},
     "data.md": {"FILE": text, "NAME": tokens, "web/a.jsonl.gz": compressed, "web/b.jsonl.zst": compressed,
                 "web.jsonl": texts, "books/one.txt": text},
-    "chat.md": {G1: world_model, "TALKS.jsonl": talks},
+    "chat.md": {G1: world_model, "TALKS.jsonl": conversations},
     "serve.md": {G1: world_model, DRAFT: world_model, "RWKV-4.pth": other_model, "20B_tokenizer.json": tokenizer, "FILE": text,
                  "BASE.pth": world_model, "runs/calm": tuned_by("state"), "runs/legal": tuned_by("lora"),
                  "runs/latest": latest_run},
     "train.md": {"FILE": text, "FILE.pth": world_model, "enwik8": text, "minipile": tokens,
                  "mine.yaml": lambda path: path.write_text("seed: 1\n")},
-    "tune.md": {"FILE.pth": world_model, "TALKS.jsonl": talks, "PAIRS.jsonl": pairs},
+    "tune.md": {"FILE.pth": world_model, "TALKS.jsonl": conversations, "PAIRS.jsonl": pairs},
     "benchmarks.md": {"FILE": text, "TEXT": text, "CHECKPOINT.safetensors": byte_model},
     "examples/README.md": {"runs/latest": latest_run},
 }

@@ -134,8 +134,8 @@ def test_the_worst_row_is_out_of_bounds_if_any_row_is() -> None:
 
 
 @pytest.mark.thorough
-def test_a_row_of_the_table_of_files_is_out_of_its_bounds_if_a_weight_differs(tmp_path: Path) -> None:
-    """No other programs are needed, because rows that they write or run are absent."""
+def test_a_row_of_the_table_of_files_exceeds_its_bounds_if_a_weight_differs(tmp_path: Path) -> None:
+    """Other programs are not needed. A row whose file another program would write is marked as absent."""
     np.save(tmp_path / "small.npy", random_tokens(KINDS["small"])[0, :8])
     path, weights = official(tmp_path, "rwkv7a.pth", "small", deep_embed(KINDS["small"]))
     table_row = row(tmp_path, Kind("7a", path, weights))

@@ -1,4 +1,4 @@
-"""Makes small JSON files of the library `tokenizers`, one of each common kind: its special tokens and the letters a to h."""
+"""Makes small files of the library `tokenizers`, one for each common kind, with special tokens and the letters a to h."""
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers

@@ -58,7 +58,7 @@ def start(folder: Path, program: str, *arguments: str, apart: bool = False, with
                             start_new_session=apart)
 
 
-def forked(folder: Path, *arguments: str, largest: int | None = None, **environment: str) -> Process:
+def fork_run(folder: Path, *arguments: str, largest: int | None = None, **environment: str) -> Process:
     """Runs train.py in a separate process, without the time of imports. `largest` is the maximum size of a file in bytes."""
     return Forked(folder, ("train.py", *arguments), ENVIRONMENT | environment, largest)
 
@@ -95,7 +95,7 @@ def steps_done(run: Path) -> int:
     return max(losses(run), default=0) if (run / "metrics.csv").is_file() else 0
 
 
-def killed_and_continued(folder: Path, arguments: tuple[str, ...], out_dir: str, kills: int, steps: int, seed: int) -> Done:
+def kill_and_continue(folder: Path, arguments: tuple[str, ...], out_dir: str, kills: int, steps: int, seed: int) -> Done:
     """Kills the run with SIGKILL, each time after a random number of steps and a random delay, and continues it.
 
     No kill happens in the last part of the steps, which must take a third of a second, so that none comes after the run's end.

@@ -137,7 +137,7 @@ def _why_unknown(major: int, minor: int) -> str | None:
             "CUDA version")
 
 
-def aligned(tensor: Tensor) -> Tensor:
+def align(tensor: Tensor) -> Tensor:
     """Returns `tensor`, or a copy if the address is not aligned for float4 loads, as in a view into a larger buffer."""
     return tensor if tensor.data_ptr() % VECTOR_BYTES == 0 else tensor.clone()
 

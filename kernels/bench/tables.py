@@ -126,7 +126,7 @@ def _caption(measured: dict[str, Any]) -> str:
 def _notes(measured: dict[str, Any]) -> str:
     """Lists the implementations skipped for their time or memory, but not those that cannot run on the device."""
     slow = [name for name, reason in measured["skipped"].items() if "takes over" in reason]
-    return f"\n\nNot measured, for the time or the memory that it takes at this shape: {', '.join(slow)}." if slow else ""
+    return f"\n\nNot measured at this shape, because of the time or memory needed: {', '.join(slow)}." if slow else ""
 
 
 def _by_name(measured: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:

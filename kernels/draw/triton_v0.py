@@ -150,18 +150,18 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
 def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
     """Keeps in the list only tokens with keys above `key` and the first `ties` tokens with that key. Returns the new length."""
     n_kept = tl.zeros([], tl.int32)
-    seen = tl.zeros([], tl.int32)
+    n_ties = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
         x, token, inside = _load_listed(numbers, ids, n, first, LISTED)
         keys = _key(x).to(tl.int64)
         tie = (inside & (keys == key)).to(tl.int32)
-        stays = inside & ((keys > key) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= ties)))
+        stays = inside & ((keys > key) | ((tie > 0) & (n_ties + tl.cumsum(tie, 0) <= ties)))
         place = n_kept + tl.cumsum(stays.to(tl.int32), 0) - 1
         tl.debug_barrier()               # all threads have loaded these entries, which may now be overwritten
         tl.store(numbers + place, x, mask=stays)
         tl.store(ids + place, token, mask=stays)
         n_kept += tl.sum(stays.to(tl.int32), 0)
-        seen += tl.sum(tie, 0)
+        n_ties += tl.sum(tie, 0)
         tl.debug_barrier()
     return n_kept
 
@@ -263,13 +263,13 @@ def _draw_by_logit(numbers, ids, n, target, least, top, scale, last_scale, min_p
                                        LISTED)
     rank = tl.minimum((target - above) / tl.where(weight > 0, weight, 1.0), tl.maximum(ties, 1) - 1.0).to(tl.int32)
     token = tl.zeros([], tl.int32)
-    seen = tl.zeros([], tl.int32)
+    n_ties = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
         x, token_ids, inside = _load_listed(numbers, ids, n, first, LISTED)
         tie = inside & (_key(x).to(tl.int64) == key)
-        place = seen + tl.cumsum(tie.to(tl.int32), 0) - 1
+        place = n_ties + tl.cumsum(tie.to(tl.int32), 0) - 1
         token += tl.sum(tl.where(tie & (place == rank), token_ids, 0), 0)
-        seen += tl.sum(tie.to(tl.int32), 0)
+        n_ties += tl.sum(tie.to(tl.int32), 0)
     return token
 
 

@@ -1,4 +1,4 @@
-"""This module changes how memory is allocated on a CPU.
+"""Changes how memory is allocated on a CPU.
 
 keep_large_blocks      makes the C library keep freed blocks, so that the temporaries of a step cause no page faults
 return_large_blocks    makes the C library return freed blocks to the system immediately: less memory, more page faults

@@ -7,7 +7,7 @@ at a time, whatever the alignment of the row.
 
 from torch import Tensor, empty_like
 
-from kernels.backends.cuda import Source, aligned, why_not
+from kernels.backends.cuda import Source, align, why_not
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cuda",), why_not=why_not)
@@ -30,7 +30,7 @@ def _launch(kernel: str, *inputs: Tensor) -> Tensor:
     N, M = inputs[0].shape
     result = empty_like(inputs[0])
     rows, threads = (ROWS, WARP) if M <= SHORT else (1, _threads(M))
-    SOURCE.launch(kernel, -(-N // rows), (threads, rows), *map(aligned, inputs), result, N, M)
+    SOURCE.launch(kernel, -(-N // rows), (threads, rows), *map(align, inputs), result, N, M)
     return result
 
 

@@ -81,16 +81,16 @@ def _backward_cpu(y: Vectors, grad_y: Vectors, grad_x: Vectors, N: int, V: int, 
 
 @ti.func
 def _largest(x: ti.template(), at, V):
-    found = [x[at] for _ in ti.static(range(UNROLLED))]
+    largest = [x[at] for _ in ti.static(range(UNROLLED))]
     for j in range(V // UNROLLED):
         o = (at + UNROLLED * j) & INDEX
         for k in ti.static(range(UNROLLED)):
-            found[k] = ti.max(found[k], x[o + k])
+            largest[k] = ti.max(largest[k], x[o + k])
     for j in range(V // UNROLLED * UNROLLED, V):
-        found[0] = ti.max(found[0], x[at + j])
+        largest[0] = ti.max(largest[0], x[at + j])
     for k in ti.static(range(1, UNROLLED)):
-        found[0] = ti.max(found[0], found[k])
-    return found[0].max()
+        largest[0] = ti.max(largest[0], largest[k])
+    return largest[0].max()
 
 
 @ti.func

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source, aligned, why_not
+from kernels.backends.cuda import Source, align, why_not
 from kernels.registry import Requires
 
 THREADS, STEP = 64, 128              # per block: largest number of threads; inputs in shared memory at a time
@@ -25,7 +25,7 @@ def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
     grad = torch.empty_like(k[0])
     threads = _threads_per_block(k.shape[-1])
     tile = threads * T_GROUP
-    SOURCE.launch("grad_w", C * -(-T // tile), threads, aligned(k), aligned(grad_out), grad, B, C, T)
+    SOURCE.launch("grad_w", C * -(-T // tile), threads, align(k), align(grad_out), grad, B, C, T)
     return grad
 
 
@@ -34,7 +34,7 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
     out = torch.empty_like(k)
     threads = _threads_per_block(k.shape[-1])
     tile = threads * T_GROUP
-    SOURCE.launch(kernel, B * C * -(-T // tile), threads, aligned(w), aligned(k), out, B, C, T, *eps)
+    SOURCE.launch(kernel, B * C * -(-T // tile), threads, align(w), align(k), out, B, C, T, *eps)
     return out
 
 

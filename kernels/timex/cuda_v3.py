@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source, aligned, why_not
+from kernels.backends.cuda import Source, align, why_not
 from kernels.registry import Requires
 
 THREADS, STEP = 256, 128             # per block: largest number of threads; inputs in shared memory at a time
@@ -26,7 +26,7 @@ def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
     grad = torch.empty_like(k[0])
     b_lanes, t_lanes = _block(B, T)
     tile = t_lanes * T_GROUP
-    SOURCE.launch("grad_w", C * -(-T // tile), (b_lanes, t_lanes), aligned(k), aligned(grad_out), grad, B, C, T,
+    SOURCE.launch("grad_w", C * -(-T // tile), (b_lanes, t_lanes), align(k), align(grad_out), grad, B, C, T,
                   shared=4 * b_lanes * (tile + 2 * STRIDE))
     return grad
 
@@ -37,7 +37,7 @@ def _convolve(kernel: str, w: Tensor, k: Tensor, *eps: float) -> Tensor:
     b_lanes, t_lanes = _block(-(-B // B_GROUP), T)
     rows = b_lanes * B_GROUP
     tile = t_lanes * T_GROUP
-    SOURCE.launch(kernel, -(-B // rows) * C * -(-T // tile), (b_lanes, t_lanes), aligned(w), aligned(k), out, B, C, T, *eps,
+    SOURCE.launch(kernel, -(-B // rows) * C * -(-T // tile), (b_lanes, t_lanes), align(w), align(k), out, B, C, T, *eps,
                   shared=4 * (tile + STEP + rows * STRIDE))
     return out
 

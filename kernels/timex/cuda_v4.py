@@ -12,7 +12,7 @@ because zero times infinity is NaN.
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source, aligned, why_not
+from kernels.backends.cuda import Source, align, why_not
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, T_multiple=4)
@@ -24,14 +24,14 @@ SOURCE, SOURCE_16, SOURCE_8 = (Source(__file__, "csrc/v4.cu", N_TILES=n) for n i
 def forward(w: Tensor, k: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(k)
     source, blocks = _source_and_blocks(k)
-    source.launch("forward", blocks, THREADS, w, aligned(k), out, *k.shape, eps)
+    source.launch("forward", blocks, THREADS, w, align(k), out, *k.shape, eps)
     return out
 
 
 def grad_k(w: Tensor, grad_out: Tensor) -> Tensor:
     grad = torch.empty_like(grad_out)
     source, blocks = _source_and_blocks(grad_out)
-    source.launch("grad_k", blocks, THREADS, w, aligned(grad_out), grad, *grad.shape)
+    source.launch("grad_k", blocks, THREADS, w, align(grad_out), grad, *grad.shape)
     return grad
 
 
@@ -40,7 +40,7 @@ def grad_w(k: Tensor, grad_out: Tensor) -> Tensor:
     grad = torch.empty_like(k[0])
     tiles = -(-T // TILE)
     sums = k.new_empty(C, tiles, 2 * TILE)
-    SOURCE.launch("grad_w_tiles", C * tiles, THREADS, aligned(k), aligned(grad_out), sums, *k.shape)
+    SOURCE.launch("grad_w_tiles", C * tiles, THREADS, align(k), align(grad_out), sums, *k.shape)
     SOURCE.launch("grad_w", -(-grad.numel() // THREADS), THREADS, sums, grad, C, T)
     return grad
 

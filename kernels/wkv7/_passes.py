@@ -72,7 +72,7 @@ def forward(version: Version, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a:
     after = torch.empty_like(state)
     (sa,) = activations or (state.new_empty(LANES),)
     scratch = state.new_empty(n * (N * N + (6 * CHUNK + 1) * N))
-    launch(_forward_kernel(v.dtype, version), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
+    launch(_forward_kernel(v.dtype, version), *align(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
            scratch, B, T, H, N // LANES, n, len(activations))
     return y, after
 
@@ -84,12 +84,12 @@ def backward(version: Version, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a
     grads = tuple(torch.empty_like(tensor) for tensor in (r, log_w, k, v, a, b, state))
     chunks = (T + CHUNK - 1) // CHUNK
     scratch = state.new_empty(n * ((1 + chunks) * N * N + (1 + CHUNK) * LANES * N + (12 * CHUNK + 1 + T) * N))
-    launch(_backward_kernel(v.dtype, version), *aligned(r, log_w, k, v, a, b, state, sa, grad_y), grad_state.view(-1),
+    launch(_backward_kernel(v.dtype, version), *align(r, log_w, k, v, a, b, state, sa, grad_y), grad_state.view(-1),
            *grads[:6], grads[6].view(-1), scratch, scratch, B, T, H, N // LANES, n)
     return grads
 
 
-def aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
+def align(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone() for tensor in tensors)
 
 

@@ -9,7 +9,7 @@ These numbers are estimated, not measured.
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source, aligned, why_not
+from kernels.backends.cuda import Source, align, why_not
 from kernels.registry import KernelUnavailable, Requires
 
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
@@ -32,7 +32,7 @@ def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
     y = torch.empty_like(v)
     after = torch.empty_like(state)
     _source(v).launch("forward_keeping" if sa_and_states else "forward", B * H, N // ROWS * LANES,
-                      r, log_w, k, v, a, b, aligned(state), y, after, *sa_and_states, T, H)
+                      r, log_w, k, v, a, b, align(state), y, after, *sa_and_states, T, H)
     return y, after
 
 
@@ -45,7 +45,7 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     Gs = torch.empty_like(states)
     source = _source(v)
     threads = N // ROWS * LANES
-    source.launch("backward_rows", B * H, threads, r, log_w, k, a, b, grad_y, aligned(grad_state), grad_v, gsa, Gs,
+    source.launch("backward_rows", B * H, threads, r, log_w, k, a, b, grad_y, align(grad_state), grad_v, gsa, Gs,
                   grad_state_before, T, H)
     count = B * H * -(-T // CHUNK)
     starts = state.new_empty(min(count, BLOCKS), CHUNK // GROUP, N, N)

@@ -141,25 +141,28 @@ class JinjaTemplate(ChatTemplate):
                 raise refusal
             raise UserError(f"the chat template {self.name} does not write the content of messages: the template must accept "
                             'a string or a list of parts, {"type": "text", "text": "..."}')
-        talk = [*self._opening, QUESTION]
-        self._find_role_content("assistant", [*talk, ANSWER], [*talk, ANSWER, QUESTION])
+        turns = [*self._opening, QUESTION]
+        self._find_role_content("assistant", [*turns, ANSWER], [*turns, ANSWER, QUESTION])
         self._find_role_content("system", [INSTRUCTIONS], [INSTRUCTIONS, QUESTION], [INSTRUCTIONS, QUESTION, ANSWER])
-        self._find_role_content("tool", [*talk, CALL, RESULT], [*talk, CALL, RESULT, ANSWER])
+        self._find_role_content("tool", [*turns, CALL, RESULT], [*turns, CALL, RESULT, ANSWER])
 
-    def _find_role_content(self, role: str, *talks: Sequence[Message]) -> None:
-        """Finds the form of the content of one role. Adds the role to _dropped_roles if the template writes neither form."""
+    def _find_role_content(self, role: str, *conversations: Sequence[Message]) -> None:
+        """Finds whether the template expects the role's content as a string or as a list of parts.
+
+        Adds the role to _dropped_roles if the template writes neither.
+        """
         unread = False
         previous = self._roles_in_parts
         for in_parts in (previous, previous ^ {role}):
             with _ignore_refusals():     # rendering reports a role that the template refuses
-                unread = self._loses_text(role, in_parts, *talks)
+                unread = self._loses_text(role, in_parts, *conversations)
                 if not unread:
                     return
         self._roles_in_parts = previous - {role}
         if unread:
             self._dropped_roles |= {role}
 
-    def _loses_text(self, role: str, in_parts: frozenset[str], *talks: Sequence[Message]) -> bool:
+    def _loses_text(self, role: str, in_parts: frozenset[str], *conversations: Sequence[Message]) -> bool:
         """Returns True if the role's text is missing or changed in all of the rendered conversations.
 
         `in_parts` has the roles whose content is a list of parts. Raises UserError if the template refuses all conversations.
@@ -167,17 +170,17 @@ class JinjaTemplate(ChatTemplate):
         self._roles_in_parts = in_parts
         refusal = None
         lost = False
-        for talk in talks:
+        for conversation in conversations:
             try:
-                tools = [A_TOOL] if self.supports_tools and CALL in talk else None
-                text = self._render(talk, talk[-1]["role"] != "assistant", tools)
+                tools = [A_TOOL] if self.supports_tools and CALL in conversation else None
+                text = self._render(conversation, conversation[-1]["role"] != "assistant", tools)
             except TemplateLimit:
                 raise
             except UserError as error:
                 refusal = error
                 continue
             lost = True
-            if all(message["content"] in text for message in talk if message["role"] == role) and not PART.search(text):
+            if all(message["content"] in text for message in conversation if message["role"] == role) and not PART.search(text):
                 return False
         if refusal is not None and not lost:
             raise refusal
@@ -317,18 +320,18 @@ class JinjaTemplate(ChatTemplate):
             # these errors come from the template's code, for example from raise_exception
             raise UserError(f"the chat template {self.name} rejects the conversation: {error}") from None
 
-    def _ending_after(self, talk: Sequence[Message], tools: Tools = None) -> Ending:
+    def _ending_after(self, turns: Sequence[Message], tools: Tools = None) -> Ending:
         """Finds the template's Ending by rendering small conversations, which end with an answer, a prompt or a question."""
         answer = "An answer that no template contains."
         question = "Another question."
-        talk = [*talk, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
-        text = self._render(talk, False, tools)
+        conversation = [*turns, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
+        text = self._render(conversation, False, tools)
         closed = text.partition(answer)[2]
         prompted = between = ""
         with _ignore_refusals():         # some templates do not allow a prompt after an answer
-            prompted = self._render(talk, True, tools).partition(answer)[2]
+            prompted = self._render(conversation, True, tools).partition(answer)[2]
         with _ignore_refusals():
-            longer = self._render([*talk, {"role": "user", "content": question}], False, tools)
+            longer = self._render([*turns, {"role": "user", "content": question}], False, tools)
             between = longer.partition(answer)[2].partition(question)[0]
         end = _answer_end(text, closed, prompted, between)
         stop = _stop_strings(end, between)

@@ -99,8 +99,8 @@ class TurnTemplate(ChatTemplate):
         if not add_generation_prompt:
             return text
         style = self._style
-        begun = self.answer_start(think)
-        return f"{text}{style.between}{style.assistant}{style.after_role}{style.space if begun else ''}{begun}"
+        beginning = self.answer_start(think)
+        return f"{text}{style.between}{style.assistant}{style.after_role}{style.space if beginning else ''}{beginning}"
 
     def parts(self, messages: Sequence[Message], tools: Tools = None) -> list[Part]:
         turns = [*self._turns(check_messages(messages), tools)]
@@ -108,8 +108,8 @@ class TurnTemplate(ChatTemplate):
         parts: list[Part] = []
         for i, (head, body, message) in enumerate(turns):
             learnt = is_learnt(message, f"messages[{i - first}]")
-            begun, rest = self._split_beginning(message, body, last=i + 1 == len(turns)) if learnt else ("", body)
-            parts += [(f"{head}{begun}", False), (rest, learnt)]
+            beginning, rest = self._split_beginning(message, body, last=i + 1 == len(turns)) if learnt else ("", body)
+            parts += [(f"{head}{beginning}", False), (rest, learnt)]
         return parts
 
     def _split_beginning(self, message: Message, body: str, last: bool) -> tuple[str, str]:

@@ -203,7 +203,7 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
             raise CheckpointError(f"{path} contains {name} of shape {tensor.shape}, but the model has no such tensor: the "
                                   "adapter belongs to a different model")
     kind = "PiSSA" if initial else "LoRA" if is_lora else "MiSS"
-    replacements = {name: tensor.renamed(name).viewed(weights[name].shape) for name, tensor in whole.items()}
+    replacements = {name: tensor.rename(name).view(weights[name].shape) for name, tensor in whole.items()}
     return Adapter(path, f"{kind} of RWKV-PEFT", changes, tensors, replacements)
 
 
@@ -320,7 +320,7 @@ def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapp
 
 
 def _change_layout(change: Change, transposed: bool, factor: float, W: Tensor) -> Tensor:
-    """Applies to W a change that is defined for the matrix W / factor, transposed or not."""
+    """Returns W with a change that is defined for the matrix W / factor or, if `transposed`, for its transpose."""
     matrix = W.T if transposed else W
     result = change(matrix / factor) * factor
     return result.T if transposed else result

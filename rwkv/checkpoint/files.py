@@ -375,7 +375,7 @@ def _interpret(content: Content) -> Checkpoint:
     path = content.path
     module, tensors = recognise(path, content.tensors, content.declared)
     if content.tied and "emb.weight" in tensors:
-        tied = tensors["emb.weight"].renamed("head.weight")
+        tied = tensors["emb.weight"].rename("head.weight")
         if "head.weight" in tensors and not same_numbers(tensors["head.weight"], tied):
             raise CheckpointError(f"{path} sets tie_word_embeddings to true, but the output head and the embedding differ: set "
                                   "tie_word_embeddings to false in config.json")

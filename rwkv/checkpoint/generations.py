@@ -70,7 +70,7 @@ def generation_of(config: ModelConfig) -> ModuleType:
     return importlib.import_module(f"{__name__.rpartition('.')[0]}.{config.generation}")
 
 
-def supported() -> str:
+def supported_names() -> str:
     return " and ".join(generation.model.NAME for generation in generations())
 
 
@@ -103,7 +103,7 @@ def _by_official_name(path: Path, tensors: Mapping[str, Stored], generation: Mod
         if name in official:
             raise CheckpointError(f"{path} contains the tensor {name} twice, once under the name {file_name}: the file is "
                                   "ambiguous")
-        official[name] = tensor.renamed(name)
+        official[name] = tensor.rename(name)
     return official
 
 
@@ -132,14 +132,15 @@ def _explain_unrecognised(path: Path, tensors: Mapping[str, Stored]) -> str:
     for version, pattern in (extensions if has_later_names else {**extensions, **OTHER_VERSIONS}).items():
         for name in tensors:
             if re.fullmatch(pattern, name):
-                return f"{path} is an {version} checkpoint, because it contains {name}. This program runs {supported()}"
+                return f"{path} is an {version} checkpoint, because it contains {name}. This program runs {supported_names()}"
     if kind := tuned_kind(tensors):
         return f"{path} is {kind}"
     for name, tensor in tensors.items():
         if name.endswith(".time_first") and len(tensor.shape) == 2 and tensor.shape[1] == 1:
             return (f"{path} is an RWKV-3 checkpoint, because {name} has shape {tensor.shape}, not {tensor.shape[:1]}. This "
-                    f"program runs {supported()}")
-    return f"{path} is not an RWKV checkpoint: the file contains {_describe_names(tensors)}. This program runs {supported()}"
+                    f"program runs {supported_names()}")
+    return (f"{path} is not an RWKV checkpoint: the file contains {_describe_names(tensors)}. This program runs "
+            f"{supported_names()}")
 
 
 def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], ctx_len: int) -> tuple[ModelConfig, int]:
@@ -231,7 +232,7 @@ def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], confi
                               "from another RWKV version or from an extension")
     for name, shape in expected.items():
         _require_fit(path, tensors[name], shape, generation.has_several_shapes(name))
-    stored = {name: tensors[name].viewed(shape) for name, shape in expected.items()}
+    stored = {name: tensors[name].view(shape) for name, shape in expected.items()}
     return {name: tensor.cast(torch.float32) if tensor.dtype == torch.float64 else tensor for name, tensor in stored.items()}
 
 

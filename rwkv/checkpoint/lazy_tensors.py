@@ -84,23 +84,23 @@ class Stored:
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
-    def renamed(self, name: str) -> "Stored":
+    def rename(self, name: str) -> "Stored":
         return replace(self, name=name)
 
-    def viewed(self, shape: tuple[int, ...]) -> "Stored":
+    def view(self, shape: tuple[int, ...]) -> "Stored":
         return replace(self, shape=shape)
 
     def cast(self, dtype: torch.dtype) -> "Stored":
         return replace(self, dtype=dtype)
 
-    def transposed(self) -> "Stored":
+    def transpose(self) -> "Stored":
         """Returns the transpose of a matrix or of a stack of matrices, and a vector unchanged (generations.fit rejects it)."""
         if len(self.shape) < 2:
             return self
         *several, rows, columns = self.shape
         return replace(self, shape=(*several, columns, rows), data=lambda: self.data().reshape(self.shape).mT, by_input=False)
 
-    def scaled(self, factor: float) -> "Stored":
+    def scale(self, factor: float) -> "Stored":
         """Returns the tensor times `factor`. The product is computed in float32 and then rounded to `dtype`."""
         return replace(self, data=lambda: self.data().float() * factor, mapped=False)
 
@@ -109,7 +109,7 @@ class Stored:
         return replace(self, name=name, shape=shape, data=lambda: self.data().reshape(self.shape)[index])
 
     @classmethod
-    def joined(cls, name: str, parts: "list[Stored]", shape: tuple[int, ...]) -> "Stored":
+    def join(cls, name: str, parts: "list[Stored]", shape: tuple[int, ...]) -> "Stored":
         """Concatenates `parts` in the widest of their dtypes."""
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         return cls(name, parts[0].source, shape, dtype, lambda: torch.cat([part.get().flatten() for part in parts]))

@@ -10,7 +10,7 @@ from pathlib import Path
 from rwkv.config import LATEST
 from rwkv.errors import CheckpointError
 from rwkv.io import hub
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.io.utf8 import read_bytes
 
 ADAPTER = hub.ADAPTER_CONFIG             # the file that marks a PEFT directory
@@ -97,7 +97,7 @@ def _single_file(folder: Path) -> Path:
         raise CheckpointError(f"{folder} contains {len(files)} files with weights: name one file ({names})")
     models = {file.parent for mark in hub.MARKS for file in folder.glob(f"*/{mark}")}
     if models:                           # such as checkpoint-500 of transformers' Trainer, or an adapter with a name
-        raise CheckpointError(f"{folder} contains {counted(len(models), 'model')} in folders of their own: name one, such as "
+        raise CheckpointError(f"{folder} contains {count_of(len(models), 'model')} in folders of their own: name one, such as "
                               f"{max(models, key=lambda model: model.stat().st_mtime_ns)}")
     raise CheckpointError(f"there is no checkpoint in {folder}: expected {folder / LAST} from a training run, the config.json "
                           "of a Hugging Face directory, or one file with weights")

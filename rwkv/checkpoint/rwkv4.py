@@ -60,7 +60,7 @@ def to_format_layout(tensors: Mapping[str, Stored], format: str) -> dict[str, St
         return dict(tensors)
     names = {name: ".".join(HUGGING_FACE.get(part, part) for part in name.split(".")) for name in tensors}
     names = {name: new if name.startswith("head.") else f"rwkv.{new}" for name, new in names.items()}
-    return {names[name]: tensor.renamed(names[name]) for name, tensor in tensors.items()}
+    return {names[name]: tensor.rename(names[name]) for name, tensor in tensors.items()}
 
 
 def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> JsonObject:

@@ -195,7 +195,7 @@ def to_official_layout(tensors: dict[str, Stored], declared: JsonMapping) -> dic
                 official[part] = tensor.part(index, part, tensor.shape[1:])
         elif name.endswith(TRANSPOSED) or (transposed and name.endswith((*LOW_RANK, TIME_STATE))):
             new_name = name.removesuffix(TRANSPOSED)
-            official[new_name] = tensor.renamed(new_name).transposed()
+            official[new_name] = tensor.rename(new_name).transpose()
         else:
             official[name] = _split_heads(tensor, declared.get("head_size")) if name.endswith(".r_k") else tensor
     if joined:
@@ -217,7 +217,7 @@ def _scale_receptance(tensors: dict[str, Stored], factor: float) -> dict[str, St
     The model stays the same if its group norm's epsilon is scaled by the square of `factor`.
     """
     factors = {".att.receptance.weight": factor, ".att.r_k": 1 / factor}
-    scaled = {name: tensor.scaled(factors[end]) for name, tensor in tensors.items()
+    scaled = {name: tensor.scale(factors[end]) for name, tensor in tensors.items()
               if (end := name[name.find(".att."):]) in factors}
     return tensors if factor == 1 else tensors | scaled
 
@@ -225,7 +225,7 @@ def _scale_receptance(tensors: dict[str, Stored], factor: float) -> dict[str, St
 def _split_heads(tensor: Stored, head_size: Any) -> Stored:
     if len(tensor.shape) != 1 or not isinstance(head_size, int) or head_size < 1 or tensor.shape[0] % head_size:
         return tensor
-    return tensor.viewed((tensor.shape[0] // head_size, head_size))
+    return tensor.view((tensor.shape[0] // head_size, head_size))
 
 
 def _missing_v0_v1_v2(tensors: Mapping[str, Stored], declared: JsonMapping) -> dict[str, Stored]:
@@ -261,7 +261,7 @@ def to_format_layout(tensors: Mapping[str, Stored], format: str) -> dict[str, St
     Raises UserError if `format` does not support the model's DeepEmbed or head size.
     """
     if format not in ("huggingface", "official", TRANSFORMERS_RWKV, "ggmf", "gguf", "st"):
-        return {name: tensor.renamed(name) for name, tensor in tensors.items()}
+        return {name: tensor.rename(name) for name, tensor in tensors.items()}
     if any(name.endswith(EMBED) for name in tensors):
         raise UserError("RWKV-7a (DeepEmbed) can be stored only in .pth, .ckpt or .safetensors: choose one of these formats")
     if format == "huggingface":
@@ -272,13 +272,13 @@ def to_format_layout(tensors: Mapping[str, Stored], format: str) -> dict[str, St
     elif format == TRANSFORMERS_RWKV:
         converted = _to_transformers_rwkv(tensors)
     elif format == "st":
-        converted = {name: tensor.transposed() if name.endswith((*LOW_RANK, TIME_STATE)) else tensor
+        converted = {name: tensor.transpose() if name.endswith((*LOW_RANK, TIME_STATE)) else tensor
                      for name, tensor in tensors.items()}
     elif format == "ggmf":
         converted = _join_mixes({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
     else:
         converted = _to_gguf(tensors)
-    return {name: tensor.renamed(name) for name, tensor in converted.items()}
+    return {name: tensor.rename(name) for name, tensor in converted.items()}
 
 
 def _with_directory_epsilon(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -299,8 +299,8 @@ def _to_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         elif name not in model.UNUSED:
             _, layer, rest = name.split(".", 2)
             vector = len(tensor.shape) == 3 and not rest.startswith("att.x_")
-            tensor = tensor.viewed(tensor.shape[-1:]) if vector else tensor
-            tensor = tensor.transposed() if rest.endswith(LOW_RANK) else tensor
+            tensor = tensor.view(tensor.shape[-1:]) if vector else tensor
+            tensor = tensor.transpose() if rest.endswith(LOW_RANK) else tensor
             converted[f"model.layers.{layer}.{_fla_layer_name(rest)}"] = tensor
     return converted
 
@@ -316,7 +316,7 @@ def _to_transformers_rwkv(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
             converted[TRANSFORMERS_RWKV_TOP[name]] = tensor
         elif name not in model.UNUSED:
             _, layer, rest = name.split(".", 2)
-            tensor = tensor.viewed(tensor.shape[-1:]) if len(tensor.shape) == 3 else tensor
+            tensor = tensor.view(tensor.shape[-1:]) if len(tensor.shape) == 3 else tensor
             converted[f"model.layers.{layer}.{_transformers_rwkv_layer_name(rest)}"] = tensor
     return converted
 
@@ -328,9 +328,9 @@ def _join_mixes(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         if name.endswith(".att.x_r"):
             stem = name.removesuffix("x_r")
             parts = [tensors[f"{stem}x_{letter}"] for letter in model.MIXES]
-            converted[stem + JOINED] = Stored.joined(stem + JOINED, parts, (len(parts), 1, tensor.shape[-1]))
+            converted[stem + JOINED] = Stored.join(stem + JOINED, parts, (len(parts), 1, tensor.shape[-1]))
         elif ".att.x_" not in name:
-            converted[name] = tensor.transposed() if name.endswith(LOW_RANK) else tensor
+            converted[name] = tensor.transpose() if name.endswith(LOW_RANK) else tensor
     return converted
 
 
@@ -343,9 +343,9 @@ def _to_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
             continue
         _, layer, rest = name.split(".", 2)
         if rest.endswith(JOINED):
-            tensor = tensor.viewed((*tensor.shape[:1], 1, *tensor.shape[1:]))
+            tensor = tensor.view((*tensor.shape[:1], 1, *tensor.shape[1:]))
         elif model.group(name) == "vector":
-            tensor = tensor.viewed((tensor.count,))
+            tensor = tensor.view((tensor.count,))
         converted[f"blk.{layer}.{_gguf_name(rest)}"] = tensor
     return converted
 

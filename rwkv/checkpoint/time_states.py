@@ -115,7 +115,7 @@ def pop_states(tensors: dict[str, Stored]) -> dict[str, Stored]:
 def states_by_name(layers: Sequence[Stored], dtype: torch.dtype = torch.float32) -> dict[str, Stored]:
     """Returns the layers' states by official name."""
     names = [f"blocks.{layer}.{TIME_STATE}" for layer in range(len(layers))]
-    return {name: tensor.renamed(name).cast(dtype) for name, tensor in zip(names, layers, strict=True)}
+    return {name: tensor.rename(name).cast(dtype) for name, tensor in zip(names, layers, strict=True)}
 
 
 def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> TimeStates:
@@ -167,7 +167,7 @@ def read_content(content: bytes, config: ModelConfig, layout: str | None = None)
 def write(states: TimeStates, path: Path) -> str:
     """Writes a file with only states, and returns the layout that its suffix implies. Raises UserError for unknown suffixes."""
     if path.suffix == ".st":
-        tensors = {name: tensor.transposed() for name, tensor in states_by_name(states.layers, torch.float16).items()}
+        tensors = {name: tensor.transpose() for name, tensor in states_by_name(states.layers, torch.float16).items()}
         write_file(path, lambda file: write_tensors(file, tensors.values(), {}))
         return TRANSPOSED
     if path.suffix != ".pth":
@@ -188,8 +188,8 @@ def fit_states(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | 
         model = f"the model has {L} layers of {shape[0]} heads of size {shape[1]}: the state belongs to a different model"
         raise CheckpointError(f"{path} contains a state with {_describe_sizes(shapes)}, but "
                               + (model if config else "all heads of a model must have the same size"))
-    stored = [tensors[name].viewed(shapes[name]) for name in expected]
-    stored = [tensor.transposed() for tensor in stored] if layout == TRANSPOSED else stored
+    stored = [tensors[name].view(shapes[name]) for name in expected]
+    stored = [tensor.transpose() for tensor in stored] if layout == TRANSPOSED else stored
     return [tensor.cast(torch.float32) for tensor in stored]
 
 

@@ -35,7 +35,7 @@ class CommandLine:
         return [override.partition("=")[0] for override in self.overrides] + list(self.verbatim)
 
     @property
-    def chosen(self) -> list[str]:
+    def chosen_keys(self) -> list[str]:
         """Returns the dotted keys that the chosen files set, such as trainer.accelerator for trainer=cpu."""
         pairs = [override.partition("=")[::2] for override in self.overrides]
         return [option for group, choice in pairs for option in keys_set_by(group, choice)]

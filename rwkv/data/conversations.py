@@ -39,7 +39,7 @@ from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -310,9 +310,9 @@ class ConversationRows(Dataset[Packed]):
         cut = (f"; {self.cut:,} of these conversations are longer than model.ctx_len={self.ctx_len} and are truncated "
                "(trainer.tbptt reads them whole)"
                if self.cut else "")
-        conversations = counted(len(self._lengths), "conversation")
-        return (f"{conversations} in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of positions padding"
-                f"{cut}; only the {counted(int(self.counts.sum()), 'token')} of answers are learnt")
+        conversations = count_of(len(self._lengths), "conversation")
+        return (f"{conversations} in {count_of(len(self), 'row')}, {100 * self.padding():.1f} % of positions padding"
+                f"{cut}; only the {count_of(int(self.counts.sum()), 'token')} of answers are learnt")
 
 
 class WholeConversations(Dataset[Whole]):

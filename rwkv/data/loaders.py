@@ -38,7 +38,7 @@ from rwkv.data.tbptt_segments import SegmentDataset, SegmentSampler, chunks_of
 from rwkv.data.windows import ShuffleSampler, StepLayout, Windows
 from rwkv.errors import UserError
 from rwkv.io.json_types import StateDict
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.io.signals import STOPPING
 
 Batch = TypeVar("Batch")
@@ -139,7 +139,7 @@ class DataModule(LightningDataModule):
             sampler = ShuffleSampler(len(data), layout.rows, batches, self.seed, layout.rank, layout.world)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 causes this with torch 2.13
-            return TrainingLoader(data, batch_sampler=sampler, collate_fn=_unchanged, num_workers=self.config.num_workers,
+            return TrainingLoader(data, batch_sampler=sampler, collate_fn=_identity, num_workers=self.config.num_workers,
                                   worker_init_fn=_init_worker, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
@@ -151,12 +151,12 @@ class DataModule(LightningDataModule):
         """
         if self.corpus.parts:
             mixed = MixedValidation([Windows(part.corpus.val, self.ctx_len, partial=True) for part in self.corpus.parts])
-            return DataLoader(mixed, batch_sampler=mixed.batches(self.config.batch_size), collate_fn=_unchanged,
+            return DataLoader(mixed, batch_sampler=mixed.batches(self.config.batch_size), collate_fn=_identity,
                               generator=_own_generator(self.seed))
         windows: Any = Windows(self.corpus.val, self.ctx_len, partial=True)
         if self.corpus.conversations:
             windows = validation_rows(self.corpus.conversations[1], self.ctx_len, self.tbptt)
-        return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
+        return DataLoader(windows, self.config.batch_size, collate_fn=_identity, generator=_own_generator(self.seed))
 
     def state_dict(self) -> StateDict:
         mixed = {"shares": {part.name: part.share for part in self.corpus.parts}} if self.corpus.parts else {}
@@ -183,11 +183,11 @@ def validation_rows(split: Tokenised, ctx_len: int, tbptt: int) -> WholeConversa
     try:
         return rows_of(split, ctx_len)
     except UserError as error:
-        count = counted(len(split.tokens.starts) // (1 + split.paired), "pair" if split.paired else "conversation")
+        count = count_of(len(split.tokens.starts) // (1 + split.paired), "pair" if split.paired else "conversation")
         raise UserError(f"the validation split has {count}: {error}. A larger data.val_fraction enlarges the split") from None
 
 
-def _unchanged(batch: Batch) -> Batch:
+def _identity(batch: Batch) -> Batch:
     return batch
 
 

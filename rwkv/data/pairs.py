@@ -17,7 +17,7 @@ from torch import Tensor
 from rwkv.data.conversations import ConversationRows, Packed, Rows, Tokenised, packed_rows
 from rwkv.data.token_array import TokenArray
 from rwkv.errors import UserError
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 
 
 class Pairs(NamedTuple):
@@ -64,7 +64,7 @@ class PairRows(ConversationRows):
         self.left_out = self.n_pairs - self.equal - len(included)
         if not differs.any():
             raise UserError("the chosen and rejected answers of a pair must differ, but are equal in all "
-                            f"{counted(self.n_pairs, 'pair')} of the training or validation split")
+                            f"{count_of(self.n_pairs, 'pair')} of the training or validation split")
         if not len(included):
             raise UserError(f"no pair of answers fits into model.ctx_len={ctx_len} tokens: the shortest pair has "
                             f"{pair_lengths[differs].min()} tokens. Raise model.ctx_len")
@@ -92,12 +92,12 @@ class PairRows(ConversationRows):
         return Pairs(*packed, torch.from_numpy(answers), torch.tensor(sequences[::2]) // 2)
 
     def describe(self) -> str:
-        left_out = (f"; {counted(self.left_out, 'pair')} longer than model.ctx_len={self.ctx_len} omitted "
+        left_out = (f"; {count_of(self.left_out, 'pair')} longer than model.ctx_len={self.ctx_len} omitted "
                     f"(model.ctx_len={self.longest} includes all)" if self.left_out else "")
         if self.equal:
-            left_out = f"; {counted(self.equal, 'pair')} with equal answers omitted{left_out}"
-        pairs = counted(int(self.counts.sum()), "pair")
-        return (f"{pairs} of answers in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of "
+            left_out = f"; {count_of(self.equal, 'pair')} with equal answers omitted{left_out}"
+        pairs = count_of(int(self.counts.sum()), "pair")
+        return (f"{pairs} of answers in {count_of(len(self), 'row')}, {100 * self.padding():.1f} % of "
                 f"positions padding{left_out}")
 
 

@@ -40,7 +40,7 @@ from rwkv.data.token_array import TokenArray, TokensInMemory
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_bytes, write_json
-from rwkv.io.lines import counted, labelled_line
+from rwkv.io.lines import count_of, labelled_line
 from rwkv.tokenizer.lost_bytes import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, CharTokenizer, JsonTokenizer, Tokenizer
@@ -191,10 +191,10 @@ def _from_stream(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None) 
     stream, streamed, val = hold_out(config, tokenizer)
     if len(val.tokens) < ctx_len + 1:
         raise UserError(f"the validation text is shorter than one context: the first data.val_documents={config.val_documents} "
-                        f"documents have {counted(len(val.tokens), 'token')}, but model.ctx_len={ctx_len} requires at least "
+                        f"documents have {count_of(len(val.tokens), 'token')}, but model.ctx_len={ctx_len} requires at least "
                         f"{ctx_len + 1}. Raise data.val_documents or lower model.ctx_len")
     left = "" if streamed.tokens is None else f", with about {float(f'{streamed.tokens:.2g}'):,.0f} training tokens"
-    about = f"{stream.about}{left}, read while training; the first {counted(config.val_documents, 'document')} for validation"
+    about = f"{stream.about}{left}, read while training; the first {count_of(config.val_documents, 'document')} for validation"
     empty = TokensInMemory(val.tokens[:0], np.empty(0, np.int64))
     sizes = Sizes(0, len(val.tokens), 0, val.bytes, val.gzip_bpb, NOTHING, val.lost)
     return Corpus(tokenizer, empty, val.tokens, sizes, about, stream.sha256, marks=val.marks, stream=streamed)
@@ -232,13 +232,13 @@ def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource],
             val = remove_documents(corpus.val, left_out)
             with prefix_errors(part.name):
                 if len(val) < ctx_len + 1:
-                    raise UserError(f"{int(left_out.sum()):,} of {counted(len(left_out), 'validation document')} are also in "
+                    raise UserError(f"{int(left_out.sum()):,} of {count_of(len(left_out), 'validation document')} are also in "
                                     "the training text of other sources, so too few documents are left for validation. Remove "
                                     "these documents from the other sources")
             removed = remove_documents(corpus.val, ~left_out)
             removed_bytes = sum(len(text.encode()) for text in decode_chunks(removed, 0, len(removed), tokenizer))
             sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(corpus.sizes.val_bytes - removed_bytes, 0))
-            about = f"{corpus.source}; without {counted(int(left_out.sum()), 'document')} that other sources train on"
+            about = f"{corpus.source}; without {count_of(int(left_out.sum()), 'document')} that other sources train on"
             corpus = replace(corpus, val=val, sizes=sizes, source=about)
         changed.append(part._replace(corpus=corpus))
     return changed
@@ -300,7 +300,7 @@ def _from_token_files(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | N
     name = Path(str(config.path)).name if len(files) == 1 else f"{len(files)} files of {config.path}"
     tokenizers = {file.tokenizer for file in files} - {""}
     origin = f", tokenized with {' and '.join(sorted(tokenizers))}" if tokenizers else ""
-    about = f"{name}{origin}, {counted(tokens.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
+    about = f"{name}{origin}, {count_of(tokens.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
     return Corpus(tokenizer, tokens.train, tokens.val, sizes, about, tokens.sha256, unknown=tokens.unknown,
                   copies=tokens.copies)
 
@@ -314,7 +314,7 @@ def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, ca
     folder = cache / f"tokens-{shards.cache_key(identity, tokenizer)}"
     manifest = shards.tokenise(source, tokenizer, folder, config.tokenize_workers)
     train, val = (shards.token_array(folder, manifest, split) for split in shards.SPLITS)
-    lost = shards.lost(manifest)
+    lost = shards.lost_bytes(manifest)
     _require_context(ctx_len, len(train), len(val), lost=lost)
     sizes = Sizes(len(train), len(val), *shards.text_bytes(manifest), manifest["gzip_bpb"], *lost)
     return Corpus(tokenizer, train, val, sizes, source.about, source.sha256, copies=shards.copies(manifest),
@@ -326,7 +326,7 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: 
         if tokens < ctx_len + 1:
             reason = f", and {split_lost.describe('the text')}" if split_lost.bytes else ""
             change = "lower" if split == "training" else "raise"
-            raise UserError(f"the {split} text is shorter than one context: it has {about}{counted(tokens, 'token')}, but "
+            raise UserError(f"the {split} text is shorter than one context: it has {about}{count_of(tokens, 'token')}, but "
                             f"model.ctx_len={ctx_len} requires at least {ctx_len + 1}{reason}. Use more text, lower "
                             f"model.ctx_len or {change} data.val_fraction")
 

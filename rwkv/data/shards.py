@@ -84,7 +84,7 @@ def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        with _locked(folder):
+        with _lock(folder):
             workers = workers or min(os.cpu_count() or 1, MAX_WORKERS)
             manifest = read_manifest(folder) or _write_all(source, tokenizer, LossCounter(tokenizer), folder, workers)
     return manifest
@@ -118,8 +118,8 @@ def all_marks(manifest: JsonObject) -> dict[str, int]:
     return total
 
 
-def lost(manifest: JsonObject) -> tuple[Lost, Lost]:
-    """Returns what the tokenizer cannot represent of the training text and of the validation text."""
+def lost_bytes(manifest: JsonObject) -> tuple[Lost, Lost]:
+    """Returns the parts of the training text and of the validation text that the tokenizer cannot represent."""
     def total(split: str) -> Lost:
         entries = [shard[split] for shard in manifest["shards"]]
         return sum((Lost(entry["lost"], entry["bytes"], entry["unknown"]) for entry in entries), NOTHING)
@@ -180,7 +180,7 @@ def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Creates the folder, locks it, and deletes what a killed process left unfinished.
 
     If another process holds the lock, says so and waits.

@@ -31,7 +31,7 @@ from rwkv.data.token_array import TokenArray
 from rwkv.data.windows import Permutations, StepLayout
 from rwkv.errors import UserError
 from rwkv.io.json_types import StateDict
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.model.loss import IGNORED
 
 
@@ -279,10 +279,10 @@ def chunks_of(corpus: Corpus, ctx_len: int, streams: int) -> DocumentChunks:
 def describe(corpus: Corpus, ctx_len: int, streams: int, K: int) -> str:
     """Returns the line in a run's plan about the streams, the documents, the segments and the padding."""
     chunks = chunks_of(corpus, ctx_len, streams)
-    divided = f", divided into {counted(len(chunks), 'chunk')}" if len(chunks) > chunks.documents else ""
+    divided = f", divided into {count_of(len(chunks), 'chunk')}" if len(chunks) > chunks.documents else ""
     longer = count_longer_than(corpus.val, ctx_len) if corpus.conversations else 0
     validation = f"; validation reads conversations whole, {longer:,} of them longer than model.ctx_len" if longer else ""
-    documents = counted(chunks.documents, "document")
-    segments = counted(int(chunks.segments.sum()), "segment")
-    return (f"{counted(streams, 'document stream')}, {counted(K, 'segment')} of each in a step; {documents}{divided}, "
+    documents = count_of(chunks.documents, "document")
+    segments = count_of(int(chunks.segments.sum()), "segment")
+    return (f"{count_of(streams, 'document stream')}, {count_of(K, 'segment')} of each in a step; {documents}{divided}, "
             f"{segments}, {100 * chunks.padding():.1f} % of positions padding{validation}")

@@ -130,7 +130,7 @@ class Chat:
     def _prepare(self) -> tuple[Engine, Row, str, float]:
         """Prefills the conversation. Returns the engine, the answer's row, the marked prompt, and the time of the start."""
         started = time.perf_counter()
-        if self._weights is None or not self._weights.unchanged():
+        if self._weights is None or not self._weights.is_unchanged():
             self._saved_results = []
             self._weights = WeightsWatch(self.model)
         prompt = self.template.render(self.messages, think=self.think)

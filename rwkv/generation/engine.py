@@ -244,7 +244,7 @@ class Engine:
         if not self.unfinished:          # keeps the last rows, because context() needs them
             return []
         self._steps += 1
-        if self._steps % self._watch_interval == 0 and not self._weights.unchanged():
+        if self._steps % self._watch_interval == 0 and not self._weights.is_unchanged():
             self._reload_weights()
         self._drop_finished()
         timed = self._speculation if self.speculates and self._drawn is not None and not self._prefills else None
@@ -310,7 +310,7 @@ class Engine:
     def context(self) -> PrefillResult:
         """Returns the prefill result of the only row's whole sequence. `generate(..., context=...)` can continue from it."""
         row, = self._rows
-        if not self._weights.unchanged():
+        if not self._weights.is_unchanged():
             self._reload_weights()
         if row.last_token_unread:
             self._step_decoder()
@@ -485,12 +485,12 @@ class Engine:
         return tokens
 
     def _append_logprobs(self, rows: Sequence[Row], logits: Tensor, tokens: Sequence[int]) -> None:
-        wanted = [index for index, row in enumerate(rows) if row.request.n_logprobs is not None and not row.damaged]
-        if not wanted:
+        indices = [index for index, row in enumerate(rows) if row.request.n_logprobs is not None and not row.damaged]
+        if not indices:
             return
-        n = max(rows[index].request.n_logprobs or 0 for index in wanted)
-        drawn = torch.tensor([tokens[index] for index in wanted], device="cpu")
-        for index, logprob, top_ids, top_logprobs in zip(wanted, *logprobs(logits[wanted], drawn, n), strict=True):
+        n = max(rows[index].request.n_logprobs or 0 for index in indices)
+        drawn = torch.tensor([tokens[index] for index in indices], device="cpu")
+        for index, logprob, top_ids, top_logprobs in zip(indices, *logprobs(logits[indices], drawn, n), strict=True):
             row = rows[index]
             row.sample.logprobs.append(logprob_entry(self._tokenizer, tokens[index], logprob, top_ids, top_logprobs,
                                                      row.request.n_logprobs, row.last_ids()))

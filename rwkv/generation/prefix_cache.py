@@ -92,7 +92,7 @@ class PrefixCache:
         """Removes the entries under this name if they belong to a different model, or if the model's weights have changed."""
         with self._lock:
             watch = self._watches.get(name)
-            if watch is not None and watch.model is model and watch.unchanged():
+            if watch is not None and watch.model is model and watch.is_unchanged():
                 return
             if watch is not None:
                 for key in [key for key in self._entries if key.model == name]:

@@ -175,7 +175,7 @@ class Row:
         """Sets `forbidden` from the grammar. Returns False if the grammar and the banned tokens leave no token."""
         if self._matcher is None:
             return True
-        mask = self._matcher.allowed()
+        mask = self._matcher.allowed_mask()
         if mask is None:
             return False
         self.forbidden = ZEROS[torch.frombuffer(mask, dtype=torch.uint8).int()].view(torch.bool)[:self._vocab_size]

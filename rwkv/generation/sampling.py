@@ -301,20 +301,20 @@ def _filter_candidates(logits: Tensor, options: Sampling) -> tuple[Tensor | None
     largest = logits.amax(-1, keepdim=True)
     top_k = min(options.top_k or V, V)
 
-    def scaled(logits: Tensor) -> Tensor:
+    def scale(logits: Tensor) -> Tensor:
         return (logits - largest) / (options.temperature if options.order == "hf" else 1)
 
     if top_k == V and options.top_p >= 1:
-        return None, scaled(logits)
+        return None, scale(logits)
     if options.order == "hf" and top_k < V:
         values, ids = _top_logits(logits, top_k)
-        return ids, _filter_top_p(scaled(values), _sum_exp(scaled(values)), options.top_p)
-    total = _sum_exp(scaled(logits))
+        return ids, _filter_top_p(scale(values), _sum_exp(scale(values)), options.top_p)
+    total = _sum_exp(scale(logits))
     N = SHORTLIST if options.top_p < 1 else top_k
     while True:                          # ends when the N likeliest tokens include all that top_p or top_k keeps
         values, ids = _top_logits(logits, min(N, top_k))
-        if N >= top_k or bool((_sum_exp(scaled(values)) >= options.top_p * total).all()):
-            return ids, _filter_top_p(scaled(values), total, options.top_p)
+        if N >= top_k or bool((_sum_exp(scale(values)) >= options.top_p * total).all()):
+            return ids, _filter_top_p(scale(values), total, options.top_p)
         N *= 8
 
 

@@ -198,7 +198,7 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
 
 
 def _cause(hub: ModuleType, error: Exception) -> str | None:
-    """Returns why the Hub or the cache cannot be used, as a clause, or None if it is the connection."""
+    """Returns a clause that says why the Hub or the cache cannot be used, or None if the connection failed."""
     if hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     if isinstance(error, json.JSONDecodeError):

@@ -11,7 +11,7 @@ CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "
     | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # a terminal shows these instead
 
 
-def counted(n: float, noun: str) -> str:
+def count_of(n: float, noun: str) -> str:
     """Returns a number with its noun: 1 step, 1,500 steps, 0.5 epochs. The plural of `noun` must end in s."""
     return f"{n:,.15g} {noun}{'s' * (n != 1)}"
 

@@ -118,7 +118,7 @@ class WrongCharacter(UserError):
         self.place = place
         self.problem = problem
 
-    def shifted(self, characters: int) -> "WrongCharacter":
+    def shift(self, characters: int) -> "WrongCharacter":
         """Returns the same error for a longer text, in which `characters` characters precede this text."""
         return WrongCharacter(characters + self.place, self.problem)
 

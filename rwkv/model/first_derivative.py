@@ -34,9 +34,9 @@ Result = TypeVar("Result")
 def first_derivative(backward: Callable[P, Result]) -> Callable[P, Result]:
     """Makes the backward of an autograd function raise ValueError under create_graph=True."""
     @wraps(backward)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> Result:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Result:
         if torch.is_grad_enabled():
             raise ValueError("create_graph=True is not supported: the model and its loss have only first derivatives")
         return backward(*args, **kwargs)
 
-    return checked
+    return wrapper

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused import WIDE_PRODUCTS, product_dtype, product_in
 from rwkv.model.fused.backend import loss_backend_for
-from rwkv.model.weight_cache import rounded
+from rwkv.model.weight_cache import round_weights
 
 CHUNK_LOGITS = 2 ** 21                   # logits in one chunk on a CPU: 8 MiB
 CHUNK_SHARE = 1 / 64                     # fraction of a GPU's memory for the logits of one chunk
@@ -105,7 +105,7 @@ class _HeadLoss(torch.autograd.Function):
         total, n_counted = hidden.new_zeros((), dtype=torch.float32), _n_counted(targets)
         dtype = product_dtype(hidden)
         hidden = hidden.to(dtype)
-        weight = rounded(dtype, (weight,))[0] if weight.dtype == torch.float32 else weight
+        weight = round_weights(dtype, (weight,))[0] if weight.dtype == torch.float32 else weight
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in _chunks(hidden, weight, frozen=not trained):
                 grad_logits = _add_loss(total, _logits(hidden[chunk], weight), targets[chunk], l2_wrap, confidence_penalty)

@@ -63,7 +63,7 @@ class WeightCache:
             copy.state = _state(weight)
 
 
-def rounded(dtype: torch.dtype, weights: Iterable[Tensor]) -> tuple[Tensor, ...]:
+def round_weights(dtype: torch.dtype, weights: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Returns the weights in `dtype`: the cached copy where there is one, and a new conversion otherwise."""
     return tuple(weight if weight.dtype == dtype else _convert(weight, dtype) for weight in weights)
 
@@ -71,7 +71,7 @@ def rounded(dtype: torch.dtype, weights: Iterable[Tensor]) -> tuple[Tensor, ...]
 def tensors_to_save(weights: Iterable[Tensor], multiplied: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Returns the tensors that an autograd function saves: each weight's cached copy, or the weight if there is no copy.
 
-    `multiplied` is the result of `rounded` for the weights. Backward must call `rounded` on the saved tensors.
+    `multiplied` is the result of `round_weights` for the weights. Backward must call `round_weights` on the saved tensors.
     """
     return tuple(copy if getattr(weight, ATTRIBUTE, None) is not None else weight
                  for weight, copy in zip(weights, multiplied, strict=True))

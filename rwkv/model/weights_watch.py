@@ -54,9 +54,10 @@ class WeightsWatch:
         self._elements = _group_by_dtype(tensor[len(tensor) // 2:][:WATCHED] for tensor in flat)
         self._before = _bytes_of(self._elements)
 
-    def unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Returns True if no change of the model is detected. The top of this file lists what is detected."""
-        return (all(parts == before for parts, before in self._parts) and all(slot.unchanged() for slot in self._tensor_slots)
+        return (all(parts == before for parts, before in self._parts)
+                and all(slot.is_unchanged() for slot in self._tensor_slots)
                 and all(tuple(map(get, names)) == values for get, names, values in self._settings)
                 and list(map(tuple, self._hooks)) == self._hooks_before and list(map(type, self._modules)) == self._types
                 and _bytes_of(self._elements) == self._before)
@@ -73,7 +74,7 @@ class _TensorSlot(NamedTuple):
     address: int = 0
     strides: tuple[int, ...] = ()
 
-    def unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         if self.container.get(self.name) is not self.value:
             return False
         tensor = self.tensor

@@ -19,7 +19,7 @@ from rwkv.errors import UserError
 from rwkv.generation.prefix_cache import PrefillResult
 from rwkv.generation.state_files import StateFormat, context_of_state, is_state_file
 from rwkv.io import hub
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.model.base import Model, fingerprint, generation
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV, OpenCheckpoint, adapter_rounding_lines
@@ -89,7 +89,7 @@ def require_room(weights: int, n_merged: int, available: int | None) -> None:
     """Raises UserError if the checkpoint and n_merged copies do not fit into memory. `weights` is the bytes of one copy."""
     needed = weights * (1 + n_merged)
     if available is not None and needed > available:
-        raise UserError(f"adapters= with {counted(n_merged, 'LoRA adapter')} requires about {needed / MIB:,.0f} MiB, because "
+        raise UserError(f"adapters= with {count_of(n_merged, 'LoRA adapter')} requires about {needed / MIB:,.0f} MiB, because "
                         f"each adapter needs its own copy of the weights, but only {available / MIB:,.0f} MiB are free: serve "
                         "fewer adapters, or set a smaller dtype=")
 

@@ -45,7 +45,7 @@ from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted, escape_controls, wrap_text
+from rwkv.io.lines import count_of, escape_controls, wrap_text
 from rwkv.io.signals import Signalled, StopRequest
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import SAMPLING_OPTIONS, SamplingChoice, preset
@@ -102,11 +102,11 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingCh
     _say(f"sampling: {chosen}")
     model, context = opened.model_and_context(config.state, config.state_layout)
     _say(decoding_line(model))
-    talk = Chat(model, opened.tokenizer, template, chosen.sampling, chosen.max_new_tokens or config.max_new_tokens, config.seed,
-                think, context, stop=chosen.stop, draft=load_draft(draft, model))
+    conversation = Chat(model, opened.tokenizer, template, chosen.sampling, chosen.max_new_tokens or config.max_new_tokens,
+                        config.seed, think, context, stop=chosen.stop, draft=load_draft(draft, model))
     if config.system:
-        talk.reset(config.system)
-    return talk, sampling
+        conversation.reset(config.system)
+    return conversation, sampling
 
 
 class Terminal:
@@ -115,14 +115,14 @@ class Terminal:
     `sampling` chooses the sampling options again after /think. If it is None, the options never change.
     """
 
-    def __init__(self, talk: "Chat", sampling: SamplingChoice | None = None) -> None:
-        self.talk = talk
+    def __init__(self, conversation: "Chat", sampling: SamplingChoice | None = None) -> None:
+        self.chat = conversation
         self._sampling = sampling
         self._overrides: JsonObject = {}             # the sampling options that /set has changed
         self._max_new_tokens_is_set = False              # whether /set has set max_new_tokens
         self._commands: dict[str, Callable[[str], None]] = {
-            "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
-            "retry": lambda _: self._stream_answer(self.talk.retry()), "save": self._save, "load": self._load,
+            "reset": lambda _: self.chat.reset(), "undo": lambda _: self.chat.undo(), "system": self.chat.reset,
+            "retry": lambda _: self._stream_answer(self.chat.retry()), "save": self._save, "load": self._load,
             "think": self._think, "set": self._set, "stats": self._stats, "help": lambda _: _say(self.commands())}
 
     def commands(self) -> str:
@@ -137,7 +137,7 @@ class Terminal:
                     raise UserError(f"the command /{name} is unknown; {self.commands()}")
                 self._commands[name](rest.strip())
             else:
-                self._stream_answer(self.talk.say(text))
+                self._stream_answer(self.chat.say(text))
             return True
         except UserError as error:
             _say(f"error: {error}")
@@ -149,7 +149,7 @@ class Terminal:
 
     def _stream_answer(self, pieces: Iterator[str]) -> None:
         with StopRequest((signal.SIGINT,), every_signal=True) as stop:
-            answer = _Answer(self.talk.template, self.talk.think)
+            answer = _Answer(self.chat.template, self.chat.think)
             is_empty = True
             for piece in pieces:
                 is_empty = is_empty and not piece.strip()
@@ -161,19 +161,19 @@ class Terminal:
         print(flush=True)
         if is_empty and not stop.requested:
             _say("the answer is empty")
-        if answer.in_thoughts and self.talk.stats.written == self.talk.max_new_tokens:
-            _say(f"max_new_tokens={self.talk.max_new_tokens} cut the reasoning short: raise this limit with "
+        if answer.in_thoughts and self.chat.stats.written == self.chat.max_new_tokens:
+            _say(f"max_new_tokens={self.chat.max_new_tokens} cut the reasoning short: raise this limit with "
                  "/set max_new_tokens=NUMBER")
 
     def _think(self, text: str) -> None:
-        self._set(f"think={text or str(self.talk.think is not True).lower()}")
-        _say(f"think={str(self.talk.think).lower()}")
+        self._set(f"think={text or str(self.chat.think is not True).lower()}")
+        _say(f"think={str(self.chat.think).lower()}")
 
     def _save(self, path: str) -> None:
         if not path:
             raise UserError("/save requires a file name")
         file = Path(from_home(path))
-        text = json.dumps({"messages": self.talk.messages}, ensure_ascii=False) + "\n"
+        text = json.dumps({"messages": self.chat.messages}, ensure_ascii=False) + "\n"
         try:
             if not file.parent.is_dir():
                 raise UserError(f"cannot write {path}: the folder {file.parent} does not exist")
@@ -193,55 +193,55 @@ class Terminal:
             content = Path(path).read_bytes()
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
-        self.talk.load(parse(content.split(b"\n")[0], path).get("messages"))
+        self.chat.load(parse(content.split(b"\n")[0], path).get("messages"))
 
     def _set(self, text: str) -> None:
         name, equals, value = text.partition("=")
         if not equals or name not in SETTINGS:
             raise UserError(f"/set requires NAME=VALUE, where NAME must be one of {', '.join(SETTINGS)}")
         if name == "sampling":
-            self.talk.sampling = preset(value)
+            self.chat.sampling = preset(value)
             self._sampling = None
-            _say(f"sampling: {value}: {self.talk.sampling}")
+            _say(f"sampling: {value}: {self.chat.sampling}")
         elif name in SAMPLING_OPTIONS:
             metadata = next(item.metadata for item in fields(Sampling) if item.name == name)
             is_texts = metadata["typed"] == list[str]    # /set gives a single string for an option that takes a list
             option = {name: metadata["read"]([value] if value else []) if is_texts else _from_yaml(name, value)}
-            sampling = replace(self.talk.sampling, **option)
-            sampling.check_ids(self.talk.tokenizer.vocab_size)
-            self.talk.sampling = sampling
+            sampling = replace(self.chat.sampling, **option)
+            sampling.check_ids(self.chat.tokenizer.vocab_size)
+            self.chat.sampling = sampling
             self._overrides |= option
         elif name == "think":
             think = parse_think(ChatConfig(think=_from_yaml(name, value)).think)         # ChatConfig checks the value
-            self.talk.template.answer_start(think)
-            self.talk.think = think
+            self.chat.template.answer_start(think)
+            self.chat.think = think
             self._choose_sampling()
         else:
             number = _from_yaml(name, value)
-            if type(number) is not type(getattr(self.talk, name)):
+            if type(number) is not type(getattr(self.chat, name)):
                 raise UserError(f"{name} must be a whole number; got {value!r}")
             ChatConfig(**{name: number})                 # raises UserError for a value out of range
-            setattr(self.talk, name, number)
+            setattr(self.chat, name, number)
             self._max_new_tokens_is_set |= name == "max_new_tokens"
 
     def _choose_sampling(self) -> None:
         """Chooses the sampling options of the next answers, except the options that /set has changed."""
         if self._sampling is None:
             return
-        chosen = self._sampling.for_answers(self.talk.think)
-        before = self.talk.sampling, self.talk.stop, self.talk.max_new_tokens
-        self.talk.sampling, self.talk.stop = replace(chosen.sampling, **self._overrides), chosen.stop
+        chosen = self._sampling.for_answers(self.chat.think)
+        before = self.chat.sampling, self.chat.stop, self.chat.max_new_tokens
+        self.chat.sampling, self.chat.stop = replace(chosen.sampling, **self._overrides), chosen.stop
         if not self._max_new_tokens_is_set:
-            self.talk.max_new_tokens = chosen.max_new_tokens or self._sampling.max_new_tokens
-        if (self.talk.sampling, self.talk.stop, self.talk.max_new_tokens) != before:
-            _say(f"sampling: {chosen._replace(sampling=self.talk.sampling)}")
+            self.chat.max_new_tokens = chosen.max_new_tokens or self._sampling.max_new_tokens
+        if (self.chat.sampling, self.chat.stop, self.chat.max_new_tokens) != before:
+            _say(f"sampling: {chosen._replace(sampling=self.chat.sampling)}")
 
     def _stats(self, _: str) -> None:
-        stats = self.talk.stats
+        stats = self.chat.stats
         rate = stats.written / max(stats.all_s - stats.first_s, 1e-9)
-        _say(f"prefill {counted(stats.read, 'token')}; first token after {stats.first_s:.2f} s; "
-             f"wrote {counted(stats.written, 'token')}, {rate:.0f} tokens/s"
-             + (f"; {stats.accepted} of {counted(stats.proposed, 'proposed token')} accepted" if self.talk.draft else ""))
+        _say(f"prefill {count_of(stats.read, 'token')}; first token after {stats.first_s:.2f} s; "
+             f"wrote {count_of(stats.written, 'token')}, {rate:.0f} tokens/s"
+             + (f"; {stats.accepted} of {count_of(stats.proposed, 'proposed token')} accepted" if self.chat.draft else ""))
 
 
 class _Answer:

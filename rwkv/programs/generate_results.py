@@ -24,7 +24,7 @@ from rwkv.generation.row import Row, Sample
 from rwkv.generation.state_files import save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.atomic import errors_of
-from rwkv.io.lines import counted, escape_controls
+from rwkv.io.lines import count_of, escape_controls
 from rwkv.io.signals import StopRequest
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -106,7 +106,7 @@ class _Clock:
         n_read = sum(len(row.prompt_ids) for row in self._rows)
         read_s = self._prefill_end - self._started
         n_written = self._tokens_written()
-        line = f"read {counted(n_read, 'token')} in {read_s:.2f} s"
+        line = f"read {count_of(n_read, 'token')} in {read_s:.2f} s"
         if n_read >= MIN_PREFILL_TOKENS:
             line += f" ({n_read / read_s:.0f} tokens/s)"
         line += f", wrote {n_written} in {finished - self._prefill_end:.2f} s"
@@ -115,7 +115,7 @@ class _Clock:
             line += f" ({(n_written - self._first_step_tokens) / seconds:.0f} tokens/s after the first)"
         if self._engine.speculates:
             accepted = sum(row.accepted_tokens for row in self._rows)
-            line += f", {accepted} of {counted(sum(row.proposed_tokens for row in self._rows), 'proposed token')} accepted"
+            line += f", {accepted} of {count_of(sum(row.proposed_tokens for row in self._rows), 'proposed token')} accepted"
         return line
 
     def _tokens_written(self) -> int:

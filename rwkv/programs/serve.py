@@ -47,7 +47,7 @@ from rwkv import cli
 from rwkv.chat.thoughts import THOUGHT_STARTS, Think
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.io.utf8 import read_text
 from rwkv.programs.sampling import ChosenSampling, SamplingChoice
 from rwkv.serving.log import say
@@ -124,7 +124,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     for adapter in adapters:
         loaded[adapter.name] = LoadedAdapter(*adapter.load(opened, model), adapter.tokens, adapter.digest)
     copies = sum(adapter.merged is not None for adapter in adapters)
-    plan = [("model", f"{model.generation.NAME}, {counted(model.config.n_layer, 'layer')}, {model.config.n_embd} wide, "
+    plan = [("model", f"{model.generation.NAME}, {count_of(model.config.n_layer, 'layer')}, {model.config.n_embd} wide, "
                       f"{n:,} parameters, vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {opened.dtype}, threads {torch.get_num_threads()}"),
             *opened.lines(),
@@ -134,11 +134,11 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
             *(("sampling", line) for line in _sampling_lines(chosen)),
             *(("adapter", f"{adapter.name}: {line}") for adapter in adapters for line in (adapter.about, *adapter.notes)),
             ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; prefix cache {config.cache_mib:,} MiB; "
-                       f"at most {counted(config.max_rows, 'sequence')} of {row / MIB:.2f} MiB each"),
+                       f"at most {count_of(config.max_rows, 'sequence')} of {row / MIB:.2f} MiB each"),
             *_gpu_lines(model, config, copies, opened.device),
             ("states", _states_line(config, row)),
-            ("limits", f"answers end after at most {counted(config.max_tokens, 'token')}, even if a request asks for more; "
-                       f"prompts have at most {counted(config.max_prompt_tokens, 'token')}")]
+            ("limits", f"answers end after at most {count_of(config.max_tokens, 'token')}, even if a request asks for more; "
+                       f"prompts have at most {count_of(config.max_prompt_tokens, 'token')}")]
     defaults = {kind: Defaults(each.sampling, each.stop, each.max_new_tokens) for kind, each in chosen.items()}
     return Loaded(model, opened.tokenizer, choice.template, plan, row, defaults, trained_length_of(opened.checkpoint).tokens,
                   loaded, opened.dtype, draft)
@@ -167,7 +167,7 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
                         f"{free / MIB:,.0f} MiB are free: set a smaller max_rows=")
     chunks = chunks_on(torch.device(device))
     lines = [("GPU", f"{torch.cuda.get_device_name()}, {total / MIB:,.0f} MiB, {free / MIB:,.0f} MiB free besides the weights"),
-             ("concurrency", f"{counted(rows, 'sequence')} in {size / MIB:,.0f} MiB of memory; prompts in chunks of up to "
+             ("concurrency", f"{count_of(rows, 'sequence')} in {size / MIB:,.0f} MiB of memory; prompts in chunks of up to "
                              f"{chunks.longest:,} tokens, at most {chunks.budget:,} between two tokens of running sequences")]
     if graphs:
         buckets = ", ".join(map(str, triton_step.buckets_to(rows)))

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.report import units
 from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, Numbers, column
 from rwkv.report.run_files import Run
@@ -49,7 +49,7 @@ def _lost_text(comparison: Comparison) -> list[Finding]:
         by_share.setdefault(numbers["val_lost"], []).append(numbers)
     sentences = []
     for share, runs in by_share.items():
-        which = "" if len(runs) == len(comparison.runs) else f" in {len(runs)} of {counted(len(comparison.runs), 'run')}"
+        which = "" if len(runs) == len(comparison.runs) else f" in {len(runs)} of {count_of(len(comparison.runs), 'run')}"
         withheld = "" if all("val_bpb" in numbers for numbers in runs) else ", and bits per byte are not reported"
         sentences.append(f"The tokenizer loses {100 * share:.3g} % of the validation text{which}: the losses exclude this part"
                          f"{withheld}.")
@@ -66,13 +66,13 @@ def _largest_error_phrase(kernel: Kernel, result: str) -> str | None:
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
         for when in WHEN:
             error = numbers.get(column("err", when, result), 0.0)
-            if error > run.allowed(when).get(result, float("inf")):
+            if error > run.tolerances(when).get(result, float("inf")):
                 problems.append((error, when, run))
     if not problems:
         return None
     error, when, run = max(problems, key=lambda error: error[0])
     words = f"gradient of {result.removeprefix('grad ')}" if result.startswith("grad ") else f"output {result}"
-    return f"the {words} is {error:.1e} at the {when} of {run.name} (the limit is {run.allowed(when)[result]:.0e})"
+    return f"the {words} is {error:.1e} at the {when} of {run.name} (the limit is {run.tolerances(when)[result]:.0e})"
 
 
 def _deviations(kernel: Kernel, reference: str | None) -> list[Finding]:
@@ -93,7 +93,7 @@ def _unfinished_runs(kernel: Kernel) -> list[Finding]:
         counts[run.status, run.reason] = counts.get((run.status, run.reason), 0) + 1
     verbs = {"failed": "failed", "unavailable": "cannot run here"}
     return [Finding(BAD if status == "failed" else NOTE,
-                    f"{kernel.label} {verbs.get(status, f'is {status}')} in {count} of {counted(len(kernel.runs), 'run')}"
+                    f"{kernel.label} {verbs.get(status, f'is {status}')} in {count} of {count_of(len(kernel.runs), 'run')}"
                     + (f": {reason}" if reason else ""))
             for (status, reason), count in counts.items() if status != "finished"]
 

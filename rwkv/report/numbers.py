@@ -43,7 +43,7 @@ class Kernel:
     runs: list[Run]
     numbers: list[Numbers]
 
-    def finished(self) -> "Kernel":
+    def only_finished(self) -> "Kernel":
         """Returns the same kernel with only the finished runs, for statistics."""
         finished = [(run, numbers) for run, numbers in zip(self.runs, self.numbers, strict=True) if run.status == "finished"]
         return Kernel(self.label, [run for run, _ in finished], [numbers for _, numbers in finished])
@@ -68,7 +68,7 @@ class Comparison:
     Attributes:
         reference: the kernel with which the others are compared; None for a single kernel.
         results: the operator's outputs and gradients with measured errors.
-        differences: for each run's name, the distance between train/loss and the reference's train/loss by step.
+        differences: for each run's name, by step, the absolute difference between train/loss and the reference's train/loss.
         options: the differing options other than kernel and seed, with the names of the runs that have each value.
         machines: the differing machines, versions and commits, with the names of the runs that have each value.
     """
@@ -115,7 +115,7 @@ def compare(runs: list[Run], reference: str | None = None) -> Comparison:
 
 
 def numbers_of(run: Run, difference: Curve) -> Numbers:
-    """Returns the numbers of a run. `difference` is the distance between the run's and the reference's loss by step."""
+    """Returns the numbers of a run. `difference` is the run's value in Comparison.differences."""
     validated = max(run.curve("val/loss"), default=-1)       # an earlier step's val/bpb would be from before a resumption
     numbers = {"steps": max(run.curve("train/loss"), default=None), "val_loss": _last(run.curve("val/loss")),
                "val_bpb": run.curve("val/bpb").get(validated), "val_lost": run.curve("val/lost").get(validated),
@@ -187,9 +187,9 @@ def _reference(runs: list[Run], requested: str | None) -> str | None:
 
 
 def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: str | None) -> Curve:
-    """Returns the distance by step between the run's loss and that of the reference with the same seed and options.
+    """Returns, by step, the absolute difference between the losses of the run and of the reference run.
 
-    Returns {} if there is no such reference run.
+    The reference run has the same seed and options. Returns {} if there is none.
     """
     options = labels[run.name].removeprefix(run.kernel)
     counterpart = next((candidate for candidate in runs if candidate.kernel == reference and candidate.seed == run.seed
@@ -285,8 +285,8 @@ QUANTITIES = {
     "backward_ms": "the part of step_ms for the operator's backward passes",
     "rest_ms": "the part of step_ms for everything else",
     "peak_mib": "peak memory in MiB, of the GPU or, on a CPU, of the process",
-    "difference": "largest distance, over all logged steps, between train/loss and the train/loss of the reference's run with "
-                  "the same seed",
+    "difference": "largest difference, over all logged steps, between train/loss and that of the reference's run with the "
+                  "same seed",
     "difference_step": "the step of the largest difference",
     "difference_early": f"largest difference within the first {EARLY} steps",
 }
@@ -320,7 +320,7 @@ def as_csv(comparison: Comparison) -> str:
 
 
 def _statistics(kernel: Kernel) -> list[dict[str, object]]:
-    finished = kernel.finished()
+    finished = kernel.only_finished()
     identity = {"level": "kernel", "kernel": kernel.label, "status": kernel.status(), "runs": len(finished.runs),
                 "reason": next((run.reason for run in kernel.runs if run.reason), "") or ""}
     measured = dict.fromkeys(name for numbers in finished.numbers for name in numbers)

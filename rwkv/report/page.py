@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.report import svg, tuning, units
 from rwkv.report.findings import BAD, NOTE, Finding
 from rwkv.report.html_table import Column, cell, table, text
@@ -58,7 +58,7 @@ def _lead(comparison: Comparison) -> str:
     else:
         seeds = len({run.seed for run in comparison.runs})
         kernels = len(comparison.kernels)
-        subject = (f"{counted(kernels, 'kernel')}, {counted(seeds, 'seed')}, {counted(len(comparison.runs), 'run')}, "
+        subject = (f"{count_of(kernels, 'kernel')}, {count_of(seeds, 'seed')}, {count_of(len(comparison.runs), 'run')}, "
                    "each in its own process")
         if comparison.reference:
             subject += f"; compared with {comparison.reference}"
@@ -86,7 +86,7 @@ def _summary(comparison: Comparison) -> list[str]:
 
 
 def _kernel_cell(kernel: Kernel) -> str:
-    finished = f"{len(kernel.finished().runs)} of {len(kernel.runs)} finished"
+    finished = f"{len(kernel.only_finished().runs)} of {len(kernel.runs)} finished"
     return f"<td>{escape(kernel.label)}<small>{finished}</small></td>"
 
 
@@ -98,7 +98,7 @@ def _missing_reason(kernel: Kernel) -> str | None:
 
 
 def _finished_or_all(kernel: Kernel) -> Kernel:
-    finished = kernel.finished()
+    finished = kernel.only_finished()
     return finished if finished.runs else kernel
 
 
@@ -173,7 +173,7 @@ def _error_cell(result: str, row: tuple[Kernel, str]) -> str:
     if not errors:
         return ""
     absolute = kernel.values(column("max", when, result))
-    limit = min(run.allowed(when).get(result, float("inf")) for run in kernel.runs)
+    limit = min(run.tolerances(when).get(result, float("inf")) for run in kernel.runs)
     wrong = ' class="bad"' if max(errors) > limit else ""
     return f"<td{wrong}>{max(errors):.1e}<small>{max(absolute):.1e}</small></td>"
 
@@ -205,7 +205,7 @@ def _runs(comparison: Comparison) -> list[str]:
 def _curves_section(comparison: Comparison) -> list[str]:
     unit = " per ".join(unit_of_loss(comparison.runs))
     figures = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), statistics.fmean),
-               _curves(comparison, f"Distance of each loss from the loss of {comparison.reference} with the same seed, in nats",
+               _curves(comparison, f"Difference from the loss of {comparison.reference} with the same seed, in nats",
                        "difference of the losses", lambda run: comparison.differences.get(run.name, {}), logarithmic=True),
                _curves(comparison, f"Validation loss, {unit}", "validation loss", _column("val/loss"), statistics.fmean,
                        marked=True),
@@ -249,7 +249,7 @@ def _published_table(comparison: Comparison) -> list[str]:
 
 def _published_rows(run: Run) -> Iterator[tuple[str, ...]]:
     losses = run.curve("train/loss")
-    all_published, every = run.published
+    all_published, every = run.published_losses
     for number, published in enumerate(all_published):
         first = number * every
         last = first + every
@@ -309,7 +309,7 @@ def _method(comparison: Comparison) -> str:
     if not comparison.is_single:
         sentences.insert(0, "Numbers are medians over a kernel's runs. The minimum and the maximum are below each median.")
     if probed:
-        sampled = counted(len(probed["steps"]), "sampled step")
+        sampled = count_of(len(probed["steps"]), "sampled step")
         sentences.append(f"Times are medians of {sampled} of each run after the same warm-up. A training step begins with the "
                          "arrival of the batch and ends with the optimiser's step.")
     if comparison.runs[0].order is not None:

@@ -19,7 +19,7 @@ from rwkv.config import LATEST
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 
 CONFIG = "config.yaml"
 METRICS = "metrics.csv"
@@ -76,7 +76,7 @@ class Run:
         return self.metrics.get(name, {})
 
     @property
-    def published(self) -> tuple[list[float], int]:
+    def published_losses(self) -> tuple[list[float], int]:
         """The mean losses of the published run with this run's recipe, and the number of steps in each mean."""
         logger = self.config.get("logger", {})
         losses = logger.get("published_losses")
@@ -92,7 +92,7 @@ class Run:
         """Returns the operator's errors and input ranges in each layer. `when` is "start" or "end"."""
         return list(self.measured.get("errors", {}).get(when, {}).get("layers", []))
 
-    def allowed(self, when: str) -> dict[str, float]:
+    def tolerances(self, when: str) -> dict[str, float]:
         """Returns the largest RMS error / RMS that the tests allow, for each result of the operator."""
         return dict(self.measured.get("errors", {}).get(when, {}).get("allowed", {}))
 
@@ -143,7 +143,7 @@ def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, s
             _report_damage(path, f"the rows after row {len(rows)} cannot be read: {error}", damaged)
     with_step = [row for row in rows if re.fullmatch(r"\s*-?\d+\s*", row.get("step") or "")]
     if len(with_step) < len(rows):
-        _report_damage(path, f"the file has {counted(len(rows) - len(with_step), 'row')} without a step number", damaged)
+        _report_damage(path, f"the file has {count_of(len(rows) - len(with_step), 'row')} without a step number", damaged)
     return with_step
 
 

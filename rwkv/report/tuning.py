@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from html import escape
 
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.report.html_table import Column, cell, table, text
 from rwkv.report.numbers import REWARDS
 from rwkv.report.run_files import Run
@@ -63,7 +63,7 @@ def _text_cell(value: str | None) -> str:
 def what_was_tuned(run: Run) -> str:
     """Returns a sentence on what a run trained: the kind and number of values, and the path and dtype of the base weights."""
     tuned = run.tuned["tuned"]
-    values = counted(tuned["trained"], "value")
+    values = count_of(tuned["trained"], "value")
     if tuned["method"] == "full":
         return f"Trained all weights of {tuned['base']}: {values}, in {tuned['dtype']}."
     weights = "the state before the first token"

@@ -57,7 +57,7 @@ def _lowest_loss(comparison: Comparison) -> str:
 
 def _rank(comparison: Comparison, name: str) -> list[Kernel]:
     """Returns the kernels that have the number `name`, each with only finished runs. The smallest median comes first."""
-    medians = [(kernel.finished().median(name), kernel.finished()) for kernel in comparison.kernels]
+    medians = [(kernel.only_finished().median(name), kernel.only_finished()) for kernel in comparison.kernels]
     measured = [(median, kernel) for median, kernel in medians if median is not None and math.isfinite(median)]
     return [kernel for _, kernel in sorted(measured, key=lambda pair: pair[0])]
 
@@ -67,5 +67,5 @@ def speed_ratio(kernel: Kernel, comparison: Comparison) -> float | None:
     label = f"{comparison.reference}{kernel.label.removeprefix(kernel.runs[0].kernel)}"
     reference = next((candidate for candidate in comparison.kernels if candidate.label == label), None)
     speed = kernel.median(SPEED)
-    reference_speed = reference.finished().median(SPEED) if reference else None
+    reference_speed = reference.only_finished().median(SPEED) if reference else None
     return speed / reference_speed if speed and reference_speed else None

@@ -224,7 +224,7 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
             overrides[item.name] = value
         sampling = replace(default, **overrides)
         sampling.check_ids(tokenizer.vocab_size)
-        # Encoding no_penalty here spares the engine this work, for which other sequences would wait
+        # no_penalty is encoded here, because other sequences would wait if the engine encoded it
         return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))
 
 

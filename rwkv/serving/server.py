@@ -15,7 +15,7 @@ from rwkv.chat.encoding import for_tokenizer
 from rwkv.chat.turn_templates import chat_template
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.serving.api import application
 from rwkv.serving.engine.compiling import Compilers
@@ -110,7 +110,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
     def stop() -> None:
         if not service.stopping:
-            grace = counted(config.grace_s, "second")
+            grace = count_of(config.grace_s, "second")
             say("stopping", f"running requests have {grace} to finish; a second Ctrl-C or SIGTERM ends them immediately")
             service.stopping = True
             asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
@@ -156,7 +156,7 @@ def _allow_connections(most: int) -> int:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = min(most, max(limit - OTHER_FILES, 1))
     if allowed < most:
-        say("limits", f"the system allows {limit} open files: at most {counted(allowed, 'connection')} instead of "
+        say("limits", f"the system allows {limit} open files: at most {count_of(allowed, 'connection')} instead of "
                       f"max_connections={most}. Raise the system's limit, such as with ulimit -n")
     return allowed
 

@@ -1,6 +1,6 @@
 """Counts the bytes of a text that a tokenizer loses. No model predicts lost bytes, so bits per byte would omit their cost.
 
-A tokenizer of the `tokenizers` library may drop characters that are not in the vocabulary, or replace them with an unknown token.
+A tokenizer of the `tokenizers` library may drop characters that its vocabulary lacks, or replace them with an unknown token.
 Some tokenizers convert letters to lower case, or remove accents, newlines and repeated spaces. A byte is lost if it is not in
 the decoded text. The number of lost bytes is the length of the text in UTF-8 minus the length of the longest common subsequence
 of the text and the decoded text. Unknown tokens decode to nothing here.
@@ -22,7 +22,7 @@ from typing import Any
 import tokenizers
 
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.tokenizer.decoders import BYTE_OF
 from rwkv.tokenizer.special import unknown_token
 from rwkv.tokenizer.tokenizers import JsonTokenizer, Tokenizer
@@ -59,7 +59,8 @@ class Lost:
     def describe(self, text: str) -> str:
         """Returns a sentence about the loss, without a full stop. `text` is a noun such as "the validation text"."""
         unknown = f", with {self.unknown:,} unknown tokens" if self.unknown else ""
-        return f"the tokenizer loses {percent(self.share)} of {text}: {self.bytes:,} of its {counted(self.of, 'byte')}{unknown}"
+        return (f"the tokenizer loses {percent(self.share)} of {text}: {self.bytes:,} of its "
+                f"{count_of(self.of, 'byte')}{unknown}")
 
 
 NOTHING = Lost()

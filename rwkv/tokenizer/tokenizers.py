@@ -106,7 +106,7 @@ class Tokenizer(ABC):
             require_unicode(text)
             return self._encode(text)
         except WrongCharacter as error:
-            raise error.shifted(before) from None
+            raise error.shift(before) from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         _require_texts(texts)

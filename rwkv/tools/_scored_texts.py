@@ -12,7 +12,7 @@ from rwkv.data.sources.jsonl import entries
 from rwkv.errors import UserError
 from rwkv.evaluation import EvaluatedSequence
 from rwkv.io.json_lines import parse, text_of
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.io.utf8 import open_file, require_file
 from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -68,7 +68,7 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
         raise UserError(f"data.path={path} must have a conversation with an answer on each line, but the file contains no "
                         "answer")
     if omitted:
-        print(f"omitted: {counted(omitted, 'conversation')} without an answer to score", file=sys.stderr)
+        print(f"omitted: {count_of(omitted, 'conversation')} without an answer to score", file=sys.stderr)
     return conversations
 
 

@@ -23,7 +23,7 @@ from rwkv.cli import exit_on_user_error
 from rwkv.cli.recipe import RUN_FILE
 from rwkv.config import STATE_LAYOUTS
 from rwkv.errors import UserError
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.io.output_file import require_other_file
 from rwkv.io.utf8 import require_file
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -164,7 +164,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     if checkpoint.state_note:
         _log(checkpoint.state_note)
     config = checkpoint.config
-    _log(f"{checkpoint.path}: {generation(config).NAME}, {counted(config.n_layer, 'layer')}, {config.n_embd} wide, "
+    _log(f"{checkpoint.path}: {generation(config).NAME}, {count_of(config.n_layer, 'layer')}, {config.n_embd} wide, "
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")
     if assumed and chosen is not None:
         _log(f"tokenizer: {assumed} (guessed from the vocabulary size, {checkpoint.vocab_size:,})")
@@ -224,7 +224,7 @@ def _calibrate(checkpoint: "Checkpoint", text: Path) -> "Checkpoint":
 def _adapter_line(checkpoint: "Checkpoint", dtype: str | None) -> str:
     from rwkv.checkpoint.tuned import surviving_fraction
 
-    merged = f"adapters merged into {counted(len(checkpoint.unadapted), 'linear layer')}"
+    merged = f"adapters merged into {count_of(len(checkpoint.unadapted), 'linear layer')}"
     if dtype in (None, "float32"):
         return f"{merged}, in float32"
     survives = surviving_fraction(checkpoint.weights.stored, checkpoint.unadapted, str(dtype))

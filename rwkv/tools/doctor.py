@@ -17,7 +17,7 @@ from kernels.arguments import Parser, path_of
 from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted, wrap_hanging
+from rwkv.io.lines import count_of, wrap_hanging
 
 # Each key is the optional extra that installs these packages; all programs require the packages under "". The extras in ALWAYS
 # are installed by default, though they are optional, or unavailable for some versions of Python.
@@ -144,7 +144,7 @@ def lines(report: JsonObject) -> list[str]:
     if "torch_error" in report:
         return [*table, line("torch", f"cannot be imported: {report['torch_error']}", True)]
     memory = f", {report['free_bytes'] / 2**30:.1f} GiB of memory free" if report["free_bytes"] else ""
-    table += [line("cpu", f"{report['cpu']}, {counted(report['threads'], 'thread')}{memory}"),
+    table += [line("cpu", f"{report['cpu']}, {count_of(report['threads'], 'thread')}{memory}"),
               *(line("cpu", reason) for reason in report["slow_dtypes"]),
               line("C library", report["c_library_missing"] or f"runs, with {report['c_library']}", not report["c_library"]),
               *(line("gpu", name) for name in report["gpus"]), *([line("gpu", report["no_gpu"])] if report["no_gpu"] else [])]

@@ -13,7 +13,7 @@ from rwkv.config import LATEST
 from rwkv.errors import UserError
 from rwkv.io import hub
 from rwkv.io.atomic import size_on_disk
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 
 GB = 1e9
 
@@ -48,7 +48,7 @@ def _hub_models(text: str) -> list[tuple[str, int, str]]:
     contents = hub.contents_of(name)
     offers = [offer for offer in hub.model_paths(contents) if f"{offer}/".startswith(f"{name.path}/" if name.path else "")]
     if not offers:
-        raise UserError(f"{name} has {counted(len(contents.files), 'file')}, but no supported model")
+        raise UserError(f"{name} has {count_of(len(contents.files), 'file')}, but no supported model")
     downloaded = {(each.name.repository, each.path.as_posix().partition("/snapshots/")[2]) for each in hub.cached_models()}
     notes = {offer: "downloaded" if (name.repository, f"{contents.commit}/{offer}".rstrip("/")) in downloaded else ""
              for offer in offers}

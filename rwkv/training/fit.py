@@ -95,9 +95,9 @@ class Built:
 def main(config: TrainConfig, line: cli.CommandLine) -> None:
     if distributed.is_launched():
         with distributed.connect_processes():
-            train(distributed.broadcast_from_rank0(lambda: open_run(config, line.keys, line.chosen)))
+            train(distributed.broadcast_from_rank0(lambda: open_run(config, line.keys, line.chosen_keys)))
     else:
-        run = open_run(config, line.keys, line.chosen)
+        run = open_run(config, line.keys, line.chosen_keys)
         count = 1
         elsewhere = is_planned_elsewhere(run.config)
         if not elsewhere:
@@ -265,8 +265,8 @@ def fit(built: Built, run: Run) -> Result:
     except Diverged as error:
         write_report(run.out_dir)
         saved = any((run.out_dir / FOLDER).glob("*.ckpt"))
-        kept = f". The checkpoints in {run.out_dir} are from earlier steps and intact" if saved else ""
-        distributed.fail_together(Diverged(f"{error}{kept}"))
+        checkpoints = f". The checkpoints in {run.out_dir} are from earlier steps and intact" if saved else ""
+        distributed.fail_together(Diverged(f"{error}{checkpoints}"))
     return Result(trainer.callback_metrics, comparison_lines(trainer))
 
 

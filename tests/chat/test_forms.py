@@ -29,7 +29,7 @@ HI = {"role": "user", "content": "Hello world"}
 HELLO = {"role": "assistant", "content": "你好"}
 THOUGHT = {**HELLO, "reasoning_content": "A greeting.\nIn Chinese?"}
 WHO = {"role": "user", "content": "\n Who are\r\n\r\nyou? 42 "}
-TALK, THOUGHTFUL = [SYSTEM, HI, HELLO, WHO], [SYSTEM, HI, THOUGHT, WHO]
+CONVERSATION, THOUGHTFUL = [SYSTEM, HI, HELLO, WHO], [SYSTEM, HI, THOUGHT, WHO]
 
 # A case has the template, the conversation, the settings for reasoning, and the rendering in the documents
 G1 = "System: Be brief.\nBe kind.\n\nUser: Hello world\n\nAssistant: 你好\n\nUser: Who are\nyou? 42"
@@ -37,18 +37,20 @@ SHOWN = "<think>\nA greeting.\nIn Chinese?\n</think>\n你好"
 G1_THOUGHT = G1.replace("你好", SHOWN)
 FLOWER = "System✿Be brief.\nBe kind.✿\nUser✿Hello world✿\nBot✿你好✿\nUser✿Who are\nyou? 42✿\nBot✿"
 WRITTEN: list[tuple[str, list[Message], Think, str | None, str]] = [
-    ("world", TALK, False, None, f"{G1}\n\nAssistant:"), ("world", THOUGHTFUL, False, None, f"{G1}\n\nAssistant:"),
+    ("world", CONVERSATION, False, None, f"{G1}\n\nAssistant:"), ("world", THOUGHTFUL, False, None, f"{G1}\n\nAssistant:"),
     ("g1", [HI], False, None, "User: Hello world\n\nAssistant:"),
     ("g1", [HI], True, None, "User: Hello world\n\nAssistant: <think"),
     ("g1", [HI], "fake", None, "User: Hello world\n\nAssistant: <think></think"),
     ("g1", [HI], True, "medium", "User: Hello world (think)\n\nAssistant: <think"),
-    ("g1", TALK, True, "low", f"{G1} (think a bit)\n\nAssistant: <think"),
-    ("g1", TALK, True, "high", f"{G1} (think a lot)\n\nAssistant: <think"),
-    ("g1", TALK, "fake", "high", f"{G1}\n\nAssistant: <think></think"),
-    ("g1", TALK, False, None, f"{G1}\n\nAssistant:"), ("g1", THOUGHTFUL, True, None, f"{G1_THOUGHT}\n\nAssistant: <think"),
+    ("g1", CONVERSATION, True, "low", f"{G1} (think a bit)\n\nAssistant: <think"),
+    ("g1", CONVERSATION, True, "high", f"{G1} (think a lot)\n\nAssistant: <think"),
+    ("g1", CONVERSATION, "fake", "high", f"{G1}\n\nAssistant: <think></think"),
+    ("g1", CONVERSATION, False, None, f"{G1}\n\nAssistant:"),
+    ("g1", THOUGHTFUL, True, None, f"{G1_THOUGHT}\n\nAssistant: <think"),
     ("flower", [HI], True, None, "User✿Hello world✿\nBot✿<think"),
     ("flower", [HI], "fake", None, "User✿Hello world✿\nBot✿<think></think"),
-    ("flower", TALK, False, None, FLOWER), ("flower", TALK, True, "low", FLOWER.replace("42✿", "42 (think a bit)✿") + "<think"),
+    ("flower", CONVERSATION, False, None, FLOWER),
+    ("flower", CONVERSATION, True, "low", FLOWER.replace("42✿", "42 (think a bit)✿") + "<think"),
     ("flower", THOUGHTFUL, True, None, FLOWER.replace("你好", SHOWN) + "<think")]
 
 
@@ -57,16 +59,16 @@ def template_of(name: str) -> ChatTemplate:
     return JinjaTemplate(name, "a.jinja") if "{%" in name else chat_template(name)
 
 
-def ids_of(template: str, talk: Sequence[Message], think: Think = False, effort: str | None = None) -> list[int]:
-    rendered = for_tokenizer(template_of(template), WORLD).render(talk, think=think, effort=effort)
+def ids_of(template: str, conversation: Sequence[Message], think: Think = False, effort: str | None = None) -> list[int]:
+    rendered = for_tokenizer(template_of(template), WORLD).render(conversation, think=think, effort=effort)
     return encode(WORLD, [rendered])[0]
 
 
-@pytest.mark.parametrize(("template", "talk", "think", "effort", "written"), WRITTEN)
-def test_a_prompt_has_the_ids_of_the_documented_text(template: str, talk: list[Message], think: Think, effort: str | None,
-                                                     written: str) -> None:
+@pytest.mark.parametrize(("template", "conversation", "think", "effort", "written"), WRITTEN)
+def test_a_prompt_has_the_ids_of_the_documented_text(template: str, conversation: list[Message], think: Think,
+                                                     effort: str | None, written: str) -> None:
     expected = WORLD.encode(written)
-    assert ids_of(template, talk, think, effort) == ([END_OF_TEXT, *expected] if template == "flower" else expected)
+    assert ids_of(template, conversation, think, effort) == ([END_OF_TEXT, *expected] if template == "flower" else expected)
 
 
 def test_ids_that_others_have_published() -> None:
@@ -109,11 +111,11 @@ PLAIN = [{"role": "system", "content": "Be brief."}, HI, {"role": "assistant", "
          {"role": "user", "content": "Who are you?"}]
 
 
-def as_others_render(template: str, talk: Sequence[Message], **options: Any) -> list[int]:
+def as_others_render(template: str, conversation: Sequence[Message], **options: Any) -> list[int]:
     """Returns the ids of a prompt rendered by jinja2 alone, with World's token 0 in place of the token's name."""
     name = "<|rwkv_tokenizer_end_of_text|>"
     text = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(template).render(
-        messages=talk, add_generation_prompt=True, bos_token=name, eos_token=name, **options)
+        messages=conversation, add_generation_prompt=True, bos_token=name, eos_token=name, **options)
     first, *others = text.split(name)
     return [*WORLD.encode(first), *(index for part in others for index in (END_OF_TEXT, *WORLD.encode(part)))]
 

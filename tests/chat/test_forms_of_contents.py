@@ -17,8 +17,8 @@ from rwkv.chat.turn_templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
-TALK: list[dict[str, Any]] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Which?"},
-                              {"role": "assistant", "content": "Blue."}, {"role": "user", "content": "And now?"}]
+CONVERSATION: list[dict[str, Any]] = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Which?"},
+                                      {"role": "assistant", "content": "Blue."}, {"role": "user", "content": "And now?"}]
 TEXT = "<system>Be kind.@end\n<user>Which?@end\n<assistant>Blue.@end\n<user>And now?@end\n"
 LOOP = ("{% for m in messages %}<{{ m.role }}>CONTENT@end\n{{ '' }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}")
@@ -35,9 +35,9 @@ PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %
     f"{{% if m.role == 'system' %}}{PARTS}{{% else %}}{{{{ m.content }}}}{{% endif %}}"])
 def test_no_text_is_lost(content: str) -> None:
     template = JinjaTemplate(LOOP.replace("CONTENT", content), "t.jinja")
-    assert template.render(TALK) == f"{TEXT}<assistant>"
-    assert visible_text(for_tokenizer(template, ByteTokenizer()).render(TALK)) == f"{TEXT}<assistant>"
-    assert [part for part, learnt in template.parts(TALK[:3]) if learnt] == ["Blue.@end\n"]
+    assert template.render(CONVERSATION) == f"{TEXT}<assistant>"
+    assert visible_text(for_tokenizer(template, ByteTokenizer()).render(CONVERSATION)) == f"{TEXT}<assistant>"
+    assert [part for part, learnt in template.parts(CONVERSATION[:3]) if learnt] == ["Blue.@end\n"]
     assert template.stop == ("@end",)
 
 
@@ -48,14 +48,15 @@ def test_a_template_that_reads_other_fields_is_refused(content: str) -> None:
         JinjaTemplate(LOOP.replace("CONTENT", content), "t.jinja")
 
 
-@pytest.mark.parametrize(("role", "talk"), [
-    ("system", TALK), ("assistant", TALK[1:]), ("tool", [TALK[1], {"role": "tool", "content": "rain"}])])
-def test_text_of_a_role_that_the_template_omits_is_refused(role: str, talk: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("role", "conversation"), [
+    ("system", CONVERSATION), ("assistant", CONVERSATION[1:]),
+    ("tool", [CONVERSATION[1], {"role": "tool", "content": "rain"}])])
+def test_text_of_a_role_that_the_template_omits_is_refused(role: str, conversation: list[dict[str, Any]]) -> None:
     text = LOOP.replace("CONTENT", f"{{% if m.role != '{role}' %}}{{{{ m.content }}}}{{% endif %}}")
     template = JinjaTemplate(text, "t.jinja")
-    assert "Which?" in template.render(TALK[1:2])
+    assert "Which?" in template.render(CONVERSATION[1:2])
     with pytest.raises(UserError, match=rf"messages\[\d\].*{role}"):
-        template.render(talk)
+        template.render(conversation)
 
 
 def tool_use_files(folder: Path) -> list[Path]:
@@ -75,9 +76,9 @@ def test_the_template_named_tool_use_shows_tools(tmp_path: Path) -> None:
     for file in tool_use_files(tmp_path):
         template = chat_template(str(file))
         assert template.supports_tools
-        assert template.render(TALK) == f"{TEXT}<assistant>"
-        assert template.render(TALK, tools=[{"name": "f"}]) == f'<tools>[{{"name": "f"}}]{TEXT}<assistant>'
-        assert "<tools>" in "".join(part for part, _ in template.parts(TALK[:3], [{"name": "f"}]))
+        assert template.render(CONVERSATION) == f"{TEXT}<assistant>"
+        assert template.render(CONVERSATION, tools=[{"name": "f"}]) == f'<tools>[{{"name": "f"}}]{TEXT}<assistant>'
+        assert "<tools>" in "".join(part for part, _ in template.parts(CONVERSATION[:3], [{"name": "f"}]))
         assert template.definition != JinjaTemplate(LOOP.replace("CONTENT", "{{ m.content }}"), "t.jinja").definition
 
 
@@ -111,5 +112,5 @@ def test_a_template_takes_bounded_time_and_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_long_conversation_is_rendered() -> None:
-    talk = [{"role": ("user", "assistant")[i % 2], "content": "word " * 400} for i in range(2000)]
-    assert len(JinjaTemplate(LOOP.replace("CONTENT", "{{ m.content | trim }}"), "t.jinja").render(talk)) > 4_000_000
+    conversation = [{"role": ("user", "assistant")[i % 2], "content": "word " * 400} for i in range(2000)]
+    assert len(JinjaTemplate(LOOP.replace("CONTENT", "{{ m.content | trim }}"), "t.jinja").render(conversation)) > 4_000_000

@@ -17,7 +17,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
             "{% if add_generation_prompt %}<assistant>{% endif %}")
-TALK = [{"role": "user", "content": "Hi"}]
+CONVERSATION = [{"role": "user", "content": "Hi"}]
 CONVERTERS = ["rwkv-world",
               "{%- for message in messages -%}{{- 'User: ' + message['content']|trim + '\\n\\n' -}}{%- endfor -%}"]
 
@@ -45,13 +45,13 @@ def gguf_file(path: Path, **metadata: Any) -> str:
 ], ids=["text", "by name", "list"])
 def test_tokenizer_config_has_the_default(tmp_path: Path, value: Any) -> None:
     name = default_template(directory(tmp_path / "rwkv7-g1k", chat_template=value)).template
-    assert chat_template(name).render(TALK) == "<user>Hi\n<assistant>"
+    assert chat_template(name).render(CONVERSATION) == "<user>Hi\n<assistant>"
 
 
 def test_a_separate_template_file_takes_precedence(tmp_path: Path) -> None:
     folder = directory(tmp_path / "model", chat_template="{{ messages[0].content }}")
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    assert chat_template(default_template(folder).template).render(TALK) == "<user>Hi\n<assistant>"
+    assert chat_template(default_template(folder).template).render(CONVERSATION) == "<user>Hi\n<assistant>"
 
 
 SPECIAL = ("{% for m in messages %}{{ sep_token + m.content + additional_special_tokens[1] + image_token + pad_token }}"
@@ -66,7 +66,7 @@ def test_a_template_may_use_the_special_tokens(tmp_path: Path) -> None:
     directory(folder, chat_template=SPECIAL, **EXTRA)
     (folder / "special_tokens_map.json").write_text(json.dumps({"sep_token": "<sep>", "pad_token": "another"}))
     template = chat_template(default_template(str(folder)).template)
-    assert template.render(TALK) == f"<sep>Hi<b><image>{END}"
+    assert template.render(CONVERSATION) == f"<sep>Hi<b><image>{END}"
     (folder / "special_tokens_map.json").write_text(json.dumps({"sep_token": "<other>"}))
     assert template.definition != chat_template(template.name).definition
     (folder / "tokenizer_config.json").write_text("{}")
@@ -84,7 +84,7 @@ def test_a_template_in_gguf_may_use_them_too(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert chat_template(str(tmp_path / "model.gguf")).render(TALK) == f"Hi<sep>{END}"
+    assert chat_template(str(tmp_path / "model.gguf")).render(CONVERSATION) == f"Hi<sep>{END}"
 
 
 @pytest.mark.parametrize("value", [None, 3, [], ["text"], [{"name": "tool_use", "template": TEMPLATE}], {}, "", " \n",
@@ -101,7 +101,7 @@ def test_without_a_default_the_name_decides(tmp_path: Path, value: Any) -> None:
 
 def test_the_metadata_of_a_gguf_have_the_default(tmp_path: Path) -> None:
     name = default_template(gguf_file(tmp_path / "model.gguf", tokenizer__chat_template=TEMPLATE)).template
-    assert chat_template(name).render(TALK) == "<user>Hi\n<assistant>"
+    assert chat_template(name).render(CONVERSATION) == "<user>Hi\n<assistant>"
 
 
 @pytest.mark.parametrize("template", [*CONVERTERS, " "])

@@ -103,11 +103,11 @@ def test_the_end_of_reasoning_completes_its_beginning_in_a_prompt(start: str, en
 
 
 def test_a_hint_follows_the_last_text_of_the_user() -> None:
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c \n"},
-            {"role": "tool", "content": "d"}]
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+                    {"role": "user", "content": "c \n"}, {"role": "tool", "content": "d"}]
     for effort, hint in (("low", " (think a bit)"), ("medium", " (think)"), ("high", " (think a lot)")):
-        assert [message["content"] for message in with_hint(talk, effort)] == ["a", "b", f"c{hint}", "d"]
-    assert with_hint(talk, None) == talk
-    hinted = with_hint(talk, "low")
+        assert [message["content"] for message in with_hint(conversation, effort)] == ["a", "b", f"c{hint}", "d"]
+    assert with_hint(conversation, None) == conversation
+    hinted = with_hint(conversation, "low")
     assert with_hint(hinted, "high") == hinted, "the user's own hint must stay"
     assert with_hint([{"role": "assistant", "content": "b"}], "low") == [{"role": "assistant", "content": "b"}]

@@ -19,9 +19,9 @@ from rwkv.data.sources.chat import template_of
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
-TALK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello.\n\nWhat is it?"}, {"role": "user", "content": "Who are you?"},
-        {"role": "assistant", "content": "A model."}]
+CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello.\n\nWhat is it?"}, {"role": "user", "content": "Who are you?"},
+                {"role": "assistant", "content": "A model."}]
 CHATML = """{% for message in messages %}
 {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
 {%- endfor %}
@@ -37,13 +37,13 @@ def chatml(tmp_path: Path) -> str:
 @pytest.mark.parametrize("name", ["world", "g1", "chatml"])
 def test_answers_and_their_ends_are_learnt(name: str, chatml: str) -> None:
     template = chat_template(chatml if name == "chatml" else name)
-    parts = template.parts(TALK)
-    assert "".join(text for text, _ in parts) == template.render(TALK, add_generation_prompt=False)
+    parts = template.parts(CONVERSATION)
+    assert "".join(text for text, _ in parts) == template.render(CONVERSATION, add_generation_prompt=False)
     learnt = [text for text, is_learnt in parts if is_learnt]
     assert learnt == (["Hello.\n\nWhat is it?<|im_end|>\n", "A model.<|im_end|>\n"] if name == "chatml"
                       else [" Hello.\nWhat is it?\n\n", " A model.\n\n"])
     for i in (2, 4):                     # the text before an answer equals the prompt for that answer
-        text = template.render(TALK[:i])
+        text = template.render(CONVERSATION[:i])
         assert "".join(piece for piece, _ in parts).startswith(text)
 
 
@@ -53,10 +53,10 @@ def test_a_template_shows_tools_if_it_names_them(tmp_path: Path, chatml: str) ->
                     "{% generation %}!{% endgeneration %}")
     template = chat_template(str(file))
     assert template.supports_tools
-    assert template.render(TALK[1:2], tools=[{"name": "größe <b>"}]) == '[{"name": "größe <b>"}]Hi!'
+    assert template.render(CONVERSATION[1:2], tools=[{"name": "größe <b>"}]) == '[{"name": "größe <b>"}]Hi!'
     for name in ("world", chatml):
         with pytest.raises(UserError):
-            chat_template(name).render(TALK[1:2], tools=[{"name": "f"}])
+            chat_template(name).render(CONVERSATION[1:2], tools=[{"name": "f"}])
 
 
 @pytest.mark.parametrize(("style", "shown"), [
@@ -65,7 +65,7 @@ def test_a_template_shows_tools_if_it_names_them(tmp_path: Path, chatml: str) ->
 def test_tojson_accepts_the_arguments_that_transformers_accepts(tmp_path: Path, style: str, shown: str) -> None:
     (tmp_path / "tools.jinja").write_text("{{ tools | tojson" + style + " if tools }}{{ messages[0].content }}")
     template = chat_template(str(tmp_path / "tools.jinja"))
-    assert template.render(TALK[1:2], tools={"b": "ü", "a": 1}) == f"{shown}Hi"                  # type: ignore[arg-type]
+    assert template.render(CONVERSATION[1:2], tools={"b": "ü", "a": 1}) == f"{shown}Hi"                  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["{% if %}", "{{ raise_exception('no such role') if messages }}", "You are kind.",
@@ -79,7 +79,7 @@ def test_a_template_that_rewrites_earlier_turns_has_no_parts(tmp_path: Path) -> 
     (tmp_path / "last.jinja").write_text("{{ messages[-1].content }}")
     template = chat_template(str(tmp_path / "last.jinja"))
     with pytest.raises(UserError, match=r"messages\[2\]"):
-        template.parts(TALK)
+        template.parts(CONVERSATION)
 
 
 PROMPT = "{% if add_generation_prompt %}{{ 'PROMPT' }}{% endif %}"
@@ -175,9 +175,9 @@ TEXTS = st.text("ab \n<|>@[]:", max_size=6)
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(TEXTS, TEXTS, st.booleans()), min_size=1, max_size=3))
-def test_parts_are_the_text_and_follow_their_prompts(talk: list[tuple[str, str, bool]]) -> None:
+def test_parts_are_the_text_and_follow_their_prompts(conversation: list[tuple[str, str, bool]]) -> None:
     messages: list[dict[str, Any]] = []
-    for question, answer, weight in talk:
+    for question, answer, weight in conversation:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer, "weight": int(weight)}]
     for template in _families():
         prompts = [template.render(messages[:i]) for i in range(1, len(messages), 2)]
@@ -278,9 +278,9 @@ def test_reasoning_is_another_name_of_reasoning_content() -> None:
 @pytest.mark.parametrize("name", ["world", "chatml"])
 def test_an_answer_that_is_not_learnt_is_context(name: str, chatml: str, fields: dict[str, Any], learnt: bool) -> None:
     template = chat_template(chatml if name == "chatml" else name)
-    talk = [*TALK[:2], TALK[2] | fields, *TALK[3:]]
-    parts = template.parts(talk)
-    assert "".join(text for text, _ in parts) == template.render(TALK, False)
+    conversation = [*CONVERSATION[:2], CONVERSATION[2] | fields, *CONVERSATION[3:]]
+    parts = template.parts(conversation)
+    assert "".join(text for text, _ in parts) == template.render(CONVERSATION, False)
     assert sum(is_learnt for _, is_learnt in parts) == 1 + learnt
     assert parts[-1][1]
 
@@ -298,7 +298,7 @@ def test_a_fractional_weight_or_a_partial_answer_is_refused_by_name(message: dic
 @pytest.mark.parametrize(("messages", "field"), [
     ("Hi", "messages must be a list"), ([], "messages must be a list"), (["Hi"], r"messages\[0\] must be an object"),
     ([{"content": "Hi"}], r"messages\[0\]\.role must be one of system, user, assistant, tool; got null"),
-    ([*TALK[:1], {"role": "human", "content": "Hi"}], r"messages\[1\]\.role"),
+    ([*CONVERSATION[:1], {"role": "human", "content": "Hi"}], r"messages\[1\]\.role"),
     ([{"role": ["user"], "content": "Hi"}], r"messages\[0\]\.role"),
     ([{"role": "user", "content": None}], r"messages\[0\]\.content must be a string"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\] must be text; got an image"),
@@ -325,15 +325,15 @@ SWITCHED = ("{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<t
 
 
 @pytest.mark.parametrize("name", ["g1", "flower", "switched"])
-@pytest.mark.parametrize(("think", "talk"), [(True, THOUGHT[:2]), ("fake", THOUGHT[2:])])
+@pytest.mark.parametrize(("think", "conversation"), [(True, THOUGHT[:2]), ("fake", THOUGHT[2:])])
 def test_an_answer_is_learnt_after_the_prompt_of_a_chat(tmp_path: Path, name: str, think: Think,
-                                                        talk: list[dict[str, Any]]) -> None:
+                                                        conversation: list[dict[str, Any]]) -> None:
     (tmp_path / "switched.jinja").write_text(SWITCHED)
     template = chat_template(str(tmp_path / "switched.jinja") if name == "switched" else name).for_learning(think)
-    parts = template.parts(talk)
-    assert "".join(text for text, learnt in parts if not learnt) == template.render(talk[:1], think=think)
+    parts = template.parts(conversation)
+    assert "".join(text for text, learnt in parts if not learnt) == template.render(conversation[:1], think=think)
     start = template.answer_start(think)
-    assert answer_message(start, parts[-1][0].partition("✿")[0].replace(END, "")) == talk[1]
+    assert answer_message(start, parts[-1][0].partition("✿")[0].replace(END, "")) == conversation[1]
 
 
 def test_what_is_learnt_of_a_conversation_with_and_without_thoughts() -> None:
@@ -369,5 +369,5 @@ def test_a_template_that_changes_its_format_with_tools(tmp_path: Path) -> None:
     template = chat_template(str(tmp_path / "two.jinja"))
     assert template.stop == ("\n\nuser:", "### user")
     assert [template.answer_start(think) for think in (False, True, "fake")] == ["<think></think", "<think", "<think></think"]
-    talk = [{"role": "user", "content": "?"}, {"role": "tool", "content": '{"sky": "rain"}'}]
-    assert "### tool\nrain" in template.render(talk, False, tools=[{"name": "f"}])
+    conversation = [{"role": "user", "content": "?"}, {"role": "tool", "content": '{"sky": "rain"}'}]
+    assert "### tool\nrain" in template.render(conversation, False, tools=[{"name": "f"}])

@@ -37,8 +37,8 @@ def flip_bytes(path: Path, chance: random.Random) -> None:
     path.write_bytes(content)
 
 
-def cut_out(path: Path, chance: random.Random) -> None:
-    """Removes or duplicates a piece of the bytes."""
+def remove_or_repeat(path: Path, chance: random.Random) -> None:
+    """Removes or repeats a piece of the bytes."""
     content = path.read_bytes()
     start = chance.randrange(len(content))
     end = min(len(content), start + chance.choice([1, 4, 64, 5000]))
@@ -53,13 +53,13 @@ def zero(path: Path, chance: random.Random) -> None:
     path.write_bytes(content[:start] + bytes(length) + content[start + length:])
 
 
-BYTES: tuple[Damage, ...] = (truncate, flip_bytes, cut_out, zero)
+BYTES: tuple[Damage, ...] = (truncate, flip_bytes, remove_or_repeat, zero)
 
 
 def swap(checkpoint: Checkpoint, chance: random.Random) -> None:
     one, other = chance.sample(sorted(checkpoint.weights), 2)
     stored = checkpoint.weights.stored
-    stored[one], stored[other] = stored[other].renamed(one), stored[one].renamed(other)
+    stored[one], stored[other] = stored[other].rename(one), stored[one].rename(other)
 
 
 def change_dtype(checkpoint: Checkpoint, chance: random.Random) -> None:

@@ -147,7 +147,7 @@ def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, layout: st
 
 @pytest.mark.parametrize("kind", ["rslora", "dora", "pissa", "bat"])
 def test_the_file_of_a_peft_directory_is_merged_as_the_directory_says(folder: Path, tmp_path: Path, kind: str) -> None:
-    """A trainer may also write the base's config.json into the directory. Without its configuration the file is refused."""
+    """A trainer may also write the base's config.json into the directory. Without adapter_config.json the file is refused."""
     make, settings, scale = KINDS[kind]
     expected = weights_of(folder / "base.pth")
     parts, expected["blocks.1.att.key.weight"] = make(expected["blocks.1.att.key.weight"], scale)
@@ -167,7 +167,7 @@ def test_the_file_of_a_peft_directory_is_merged_as_the_directory_says(folder: Pa
             with_adapter(base, adapter / "adapter_model.safetensors", 5.0 if kind == "dora" else None)
 
 
-def test_names_of_the_author_wrappers_and_patterns(folder: Path, tmp_path: Path) -> None:
+def test_author_names_wrapper_prefixes_and_patterns(folder: Path, tmp_path: Path) -> None:
     """alpha_pattern matches the end of a layer's name, and the tensors' shapes give the rank."""
     base = read_checkpoint(folder / "base.pth").weights
     expected, trained = weights_of(folder / "base.pth"), {}

@@ -327,7 +327,7 @@ def test_shards_without_their_index_or_config_say_so(model: RWKV, tmp_path: Path
     refuses_undamaged(folder, "config.json")
 
 
-def test_the_models_in_the_folders_of_a_folder_are_named(model: RWKV, tmp_path: Path) -> None:
+def test_models_in_subfolders_are_named(model: RWKV, tmp_path: Path) -> None:
     """transformers' Trainer writes checkpoint-1, checkpoint-2 and so on."""
     for number in (1, 2):
         save_directory(model, tmp_path / "out" / f"checkpoint-{number}")

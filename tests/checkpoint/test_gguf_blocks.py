@@ -192,12 +192,12 @@ def test_adapters_are_merged_in_float32(mixed: Path) -> None:
     checkpoint = read_checkpoint(mixed)
     stored = checkpoint.weights.stored
     name = "blocks.0.att.key.weight"
-    stored[name] = stored[name].scaled(1.0)
+    stored[name] = stored[name].scale(1.0)
     blocks = blocks_of(checkpoint)
     assert name not in blocks
     assert len(blocks) == 1 + 1 + 2 * 6 - 1                              # embedding, head, six matrices of each layer
-    assert stored["emb.weight"].renamed("other").in_blocks() is not None
-    assert stored["emb.weight"].transposed().in_blocks() is None
+    assert stored["emb.weight"].rename("other").in_blocks() is not None
+    assert stored["emb.weight"].transpose().in_blocks() is None
 
 
 def test_an_embedding_of_blocks_refuses_tokens_that_it_lacks(mixed: Path) -> None:

@@ -18,7 +18,7 @@ from files import SIZES
 from hub_server import Repository, hub_server
 from huggingface_hub import constants
 from models import small_model
-from programs import Run, caller, composed, one_sentence
+from programs import Run, caller, compose, one_sentence
 from safetensors.torch import save_file
 from test_foreign_adapters import KINDS as ADAPTERS
 from test_foreign_adapters import lora, write_peft
@@ -233,7 +233,7 @@ def test_serve(folder: Path, run: Run, kind: str) -> None:
     adapter_file = option(options, "lora") or option(options, "state")
     rest = [each for each in options if not each.startswith(("lora=", "state="))]
     adapters = [f"adapters=it={adapter_file}"] if adapter_file else []
-    loaded = load(composed("serve", *rest, *adapters, "kernel=reference", "dtype=float32"))
+    loaded = load(compose("serve", *rest, *adapters, "kernel=reference", "dtype=float32"))
     expected = model_of(folder, name)
     if adapter_file is None:
         assert_logits(loaded.model, expected)
@@ -296,7 +296,7 @@ def test_init_from(folder: Path, run: Run, kind: str) -> None:
     if "train" in refused:
         one_sentence(run("train", *train_options, "tune=state", "data=text", "data.path=text.txt"), refused["train"])
         return
-    config = composed("train", *train_options, *tuning)
+    config = compose("train", *train_options, *tuning)
     config, checkpoint, tokenizer = open_init_checkpoint(config, ["data.tokenizer"] if BYTE in options else [])
     wkv = select("wkv4" if name == "base4" else "wkv7", "reference")
     assert_logits(new_model(config.model, checkpoint, tokenizer, wkv, config.tune), model_of(folder, name))

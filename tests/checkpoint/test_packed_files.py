@@ -218,7 +218,7 @@ def test_bfloat16_by_input_is_the_same_model_without_a_copy(tmp_path: Path, gene
             assert any(f"convert {file} " in line for _, line in start.lines()) == (file == source)
     watch = WeightsWatch(model)
     value.view(torch.int16).numpy()[:] = 0
-    assert not watch.unchanged()
+    assert not watch.is_unchanged()
     convert.main([str(path), str(again)])
     assert again.read_bytes() == source.read_bytes()
 
@@ -249,7 +249,7 @@ def test_files_of_earlier_versions_are_repacked(tmp_path: Path, monkeypatch: pyt
 @each_generation
 @torch.no_grad()
 def test_int8_with_sparse_inputs_is_stored_by_input(tmp_path: Path, generation: str) -> None:
-    """Files of earlier versions, which store it by output, contain the same model."""
+    """A file that stores the same matrices by output, as earlier versions did, contains the same model."""
     _, path = write_packed(tmp_path, generation, "int8", **WIDE)
     tensors = load_file(path)
     by_input = [name for name in tensors if name.endswith(".by_input")]
@@ -281,7 +281,7 @@ def test_a_write_into_the_model_is_noticed_and_leaves_the_file(tmp_path: Path, d
     for change in changes:
         watch = WeightsWatch(model)
         change()
-        assert not watch.unchanged()
+        assert not watch.is_unchanged()
     assert not torch.equal(model(tokens(model))[0], expected)
     assert torch.equal(other(tokens(model))[0], expected)
     assert path.read_bytes() == before

@@ -76,7 +76,8 @@ def open_base(folder: Path) -> OpenCheckpoint:
     return open_checkpoint(GenerateConfig(checkpoint=str(folder / "base.safetensors"), kernel=KernelConfig("reference")))
 
 
-def test_a_state_computes_what_a_model_with_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_separate_state_gives_the_results_of_a_model_that_contains_it(folder: Path,
+                                                                        capsys: pytest.CaptureFixture[str]) -> None:
     """The state is read from state= or beside the weights, in either layout."""
     model = RWKV.from_pretrained(folder / "base.safetensors", "reference")
     ids = tokens(model, B=1)

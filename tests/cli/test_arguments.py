@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from models import small_model
 from omegaconf import OmegaConf
-from programs import PROGRAMS, Run, composed
+from programs import PROGRAMS, Run, compose
 
 from kernels import arguments as program_arguments
 from rwkv import cli
@@ -55,23 +55,23 @@ def test_every_free_text_of_every_program_is_taken_as_it_is(text: str) -> None:
         keys = [key for name, key in TEXTS if name == program]
         line = cli.split([f"{key}={text}" for key in keys], schema)
         assert (line.overrides, list(line.verbatim)) == ([], keys)
-    config = composed("train", f"data.field={text}", f"data.split={text}", f"+logger.project={text}", "data=hf")
+    config = compose("train", f"data.field={text}", f"data.split={text}", f"+logger.project={text}", "data=hf")
     assert (config.data.field, config.data.split, config.logger.project) == (text,) * 3
     swept = cli.jobs(cli.split([f"data.field={text}", "seed=0,1"], TrainConfig), TrainConfig, "train")
     assert [job.config.data.field for job in swept] == [text, text]
 
 
 def test_a_path_may_begin_at_the_home_folder() -> None:
-    config = composed("train", "data.path=~/books", "data.cache_dir=a/~/b", "data.sample_prompt=~/books", "out_dir=~/runs")
+    config = compose("train", "data.path=~/books", "data.cache_dir=a/~/b", "data.sample_prompt=~/books", "out_dir=~/runs")
     assert (config.data.path, config.out_dir) == (str(Path.home() / "books"), str(Path.home() / "runs"))
     assert (config.data.cache_dir, config.data.sample_prompt) == ("a/~/b", "~/books")
 
 
 def test_null_is_a_text_but_neither_a_path_nor_a_name() -> None:
-    config = composed("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
+    config = compose("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
     assert (config.out_dir, config.logger.run_name, config.data.sample_prompt) == (None, None, "null")
-    assert composed("generate", "prompt=null").prompt == "null"
-    assert composed("evaluate", "start=null").start == "null"
+    assert compose("generate", "prompt=null").prompt == "null"
+    assert compose("evaluate", "start=null").start == "null"
 
 
 @pytest.mark.parametrize(("argument", "hinted"), [
@@ -88,7 +88,7 @@ def test_a_path_begins_at_home_in_every_program(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x").touch()
     expected = tmp_path / "x" if text == "~/x" else tmp_path
-    assert composed("generate", f"checkpoint={text}").checkpoint == str(expected)
+    assert compose("generate", f"checkpoint={text}").checkpoint == str(expected)
     assert program_arguments.existing(text) == expected
     options = convert._parser().parse_args(["in", "out", f"--tokenizer={text}"])
     assert options.tokenizer == str(expected)

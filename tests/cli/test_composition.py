@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import yaml
-from programs import PROGRAMS, Run, composed
+from programs import PROGRAMS, Run, compose
 
 from kernels.select import selectable
 from rwkv import cli
@@ -21,7 +21,7 @@ CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/
 def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
     program = "generate" if group == "sampling" else "train"
     single = ("kernel=auto", "seed=0") if name == "kernel_ablation" else ()      # the file sweeps these options
-    config = composed(program, f"{group}={name}", *single)
+    config = compose(program, f"{group}={name}", *single)
     assert isinstance(config, PROGRAMS[program][1])
     if group in ("kernel", "data", "optim", "logger"):
         assert getattr(config, group).name == name
@@ -30,38 +30,38 @@ def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["auto", *(pytest.param(name, marks=() if name == "conv1d" else pytest.mark.soak)
                                            for name in selectable("wkv4"))])
 def test_every_kernel_can_be_chosen(name: str) -> None:
-    assert composed("generate", f"kernel={name}").kernel.name == name
+    assert compose("generate", f"kernel={name}").kernel.name == name
 
 
 def test_the_defaults_are_those_of_the_dataclasses() -> None:
     """The YAML files repeat the defaults of the dataclasses, except the split and the sample prompt of data=stdlib."""
     defaults = as_plain(TrainConfig())
     defaults["data"] |= {"val_fraction": 0.05, "sample_prompt": "    def __init__(self"}
-    assert as_plain(composed("train")) == defaults
-    assert composed("generate") == GenerateConfig()
-    assert composed("evaluate") == EvaluateConfig()
+    assert as_plain(compose("train")) == defaults
+    assert compose("generate") == GenerateConfig()
+    assert compose("evaluate") == EvaluateConfig()
 
 
 @pytest.mark.parametrize("mark", ["+", "++"])
 def test_hydra_s_mark_of_an_addition_changes_nothing(mark: str) -> None:
-    config = composed("train", f"{mark}optim.lr=1e-4", f"{mark}model=small", f"{mark}data.path=a,b")
-    assert config == composed("train", "optim.lr=1e-4", "model=small", "data.path=a,b")
+    config = compose("train", f"{mark}optim.lr=1e-4", f"{mark}model=small", f"{mark}data.path=a,b")
+    assert config == compose("train", "optim.lr=1e-4", "model=small", "data.path=a,b")
 
 
 def test_the_last_rate_follows_the_first() -> None:
-    assert composed("train").optim.last_lr == 1.5e-4
-    assert composed("train", "optim.lr=1e-4").optim.last_lr == 5e-6
-    assert composed("train", "optim.lr=1e-4", "optim.min_lr=1e-5").optim.last_lr == 1e-5
+    assert compose("train").optim.last_lr == 1.5e-4
+    assert compose("train", "optim.lr=1e-4").optim.last_lr == 5e-6
+    assert compose("train", "optim.lr=1e-4", "optim.min_lr=1e-5").optim.last_lr == 1e-5
 
 
 def test_a_single_option_wins_over_an_experiment_and_debug() -> None:
-    config = composed("train", "debug=fast", "model.n_layer=5", "trainer.max_steps=7")
+    config = compose("train", "debug=fast", "model.n_layer=5", "trainer.max_steps=7")
     assert (config.model.n_layer, config.model.n_embd, config.trainer.max_steps) == (5, 64, 7)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("fast", 5), ("overfit", 200)])
 def test_a_debugs_steps_win_over_an_experiments_tokens(name: str, steps: int) -> None:
-    config = composed("train", "experiment=rwkv7_minipile", f"debug={name}", "data.path=minipile")
+    config = compose("train", "experiment=rwkv7_minipile", f"debug={name}", "data.path=minipile")
     assert with_max_steps(config, []).trainer.max_steps == steps
 
 
@@ -89,12 +89,13 @@ def test_a_range_is_a_sweep_without_asserts_too(flag: str) -> None:
         "trainer.overfit_batches"}),
 ])
 def test_a_chosen_group_sets_what_is_in_its_file(arguments: list[str], chosen: set[str]) -> None:
-    assert set(cli.split(arguments, TrainConfig).chosen) == chosen
+    assert set(cli.split(arguments, TrainConfig).chosen_keys) == chosen
 
 
 def test_an_experiment_sets_what_its_groups_do_too() -> None:
-    assert {"data.name", "optim.name", "optim.matrix_lr"} < set(cli.split(["experiment=shakespeare_char"], TrainConfig).chosen)
-    assert not [key for key in cli.split(["experiment=kernel_ablation"], TrainConfig).chosen if key.startswith("hydra")]
+    line = cli.split(["experiment=shakespeare_char"], TrainConfig)
+    assert {"data.name", "optim.name", "optim.matrix_lr"} < set(line.chosen_keys)
+    assert not [key for key in cli.split(["experiment=kernel_ablation"], TrainConfig).chosen_keys if key.startswith("hydra")]
 
 
 @pytest.mark.parametrize("flag", ["--cfg", "-c"])

@@ -24,7 +24,7 @@ print("running", flush=True)
 """
 
 
-def test_nothing_is_collected_inside_and_everything_afterwards() -> None:
+def test_the_collector_is_off_in_the_block_and_on_afterwards() -> None:
     assert gc.isenabled()
     with without_garbage_collection():
         assert not gc.isenabled()
@@ -42,7 +42,7 @@ def test_a_collector_that_is_off_stays_off() -> None:
         gc.enable()
 
 
-def test_what_was_made_inside_ends_with_the_process() -> None:
-    """Taichi's program object must end with the process, because it writes its compiled kernels to the disk then."""
+def test_objects_of_the_block_are_deleted_when_the_process_ends() -> None:
+    """When Taichi's program object is deleted, it writes its compiled kernels to the disk."""
     process = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True)
     assert process.stdout.split() == ["running", "ended"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from programs import Run, composed, one_sentence
+from programs import Run, compose, one_sentence
 
 from rwkv import cli
 from rwkv.config import TrainConfig
@@ -31,10 +31,10 @@ def test_a_user_s_recipe_is_named_by_its_path(tmp_path: Path, monkeypatch: pytes
     file = Path(path).expanduser()
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content.encode())
-    config = composed("train", f"experiment={path}")
+    config = compose("train", f"experiment={path}")
     assert (config.optim.lr, config.seed) == (1e-4, 5)
     line = cli.split([f"experiment={path}", "optim.lr=1e-3"], TrainConfig)
-    assert set(line.chosen) == {"optim.lr", "seed"}
+    assert set(line.chosen_keys) == {"optim.lr", "seed"}
     assert cli.compose(line, TrainConfig, "train").optim.lr == 1e-3
 
 
@@ -50,7 +50,7 @@ def test_a_user_s_recipe_is_named_by_its_path(tmp_path: Path, monkeypatch: pytes
 ])
 def test_a_recipe_chooses_and_refers_as_hydra_does(tmp_path: Path, content: str, option: str, value: object) -> None:
     (tmp_path / "mine.yaml").write_text(content)
-    assert attrgetter(option)(composed("train", f"experiment={tmp_path / 'mine.yaml'}")) == value
+    assert attrgetter(option)(compose("train", f"experiment={tmp_path / 'mine.yaml'}")) == value
 
 
 @pytest.mark.parametrize(("option", "value"), [
@@ -60,14 +60,14 @@ def test_a_recipe_chooses_and_refers_as_hydra_does(tmp_path: Path, content: str,
 def test_a_name_in_a_recipe_is_the_text_as_written(tmp_path: Path, option: str, value: str | list[str]) -> None:
     written = value if isinstance(value, str) else f"[{', '.join(value)}]"
     (tmp_path / "mine.yaml").write_text(f"{option}: {written}\n")
-    assert attrgetter(option)(composed("train", f"experiment={tmp_path / 'mine.yaml'}")) == value
+    assert attrgetter(option)(compose("train", f"experiment={tmp_path / 'mine.yaml'}")) == value
 
 
 def test_sources_in_a_recipe_are_read_as_written_and_their_numbers_are_numbers(tmp_path: Path) -> None:
     """YAML reads 1e-1 as a string, no as False, and 1.10 as 1.1."""
     (tmp_path / "mine.yaml").write_text("data: mix\ndata.sources:\n- {path: no, weight: 1e-1, separator: 1.10, field: null}\n"
                                         "- {path: 2026-01-01, weight: 7, val_fraction: 5e-2}\n")
-    assert composed("train", f"experiment={tmp_path}/mine.yaml").data.sources == [
+    assert compose("train", f"experiment={tmp_path}/mine.yaml").data.sources == [
         {"path": "no", "weight": 0.1, "separator": "1.10", "field": None},
         {"path": "2026-01-01", "weight": 7.0, "val_fraction": 0.05}]
 
@@ -93,10 +93,10 @@ def test_a_run_s_configuration_is_a_recipe(tmp_path: Path) -> None:
     """Texts stay verbatim, and the new run takes over neither out_dir nor resume."""
     options = ["data=jsonl", "data.path=C:\\${x} \\\\${y", "optim=muon", "optim.betas=[0.5,0.6]", "model=rwkv7_tiny", "seed=3",
                "trainer.max_tokens=1e6", "kernel=torch_scan"]
-    before = composed("train", *options, "out_dir=there", "resume=auto")
+    before = compose("train", *options, "out_dir=there", "resume=auto")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)))
     for path in (tmp_path / "config.yaml", tmp_path):
-        after = composed("train", f"experiment={path}")
+        after = compose("train", f"experiment={path}")
         assert (after.out_dir, after.resume) == (None, None)
         assert as_plain(after) == as_plain(before) | {"out_dir": None, "resume": None}
 

@@ -24,8 +24,8 @@ from rwkv.model.loss import IGNORED
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 
-TALKS = [("Say ä.", "Ä!"), ("One?", "1"), ("And now a longer question?", "A longer answer."),
-         ("Bye", "Goodbye, and thank you.")]
+CONVERSATIONS = [("Say ä.", "Ä!"), ("One?", "1"), ("And now a longer question?", "A longer answer."),
+                 ("Bye", "Goodbye, and thank you.")]
 
 
 def messages(question: str, answer: str) -> list[dict[str, str]]:
@@ -44,15 +44,15 @@ def read(path: Path, folder: Path, **options: Any) -> Corpus:
 
 
 @pytest.fixture
-def talks(tmp_path: Path) -> Corpus:
-    return corpus(tmp_path, [{"messages": messages(*talk)} for talk in TALKS])
+def chat_corpus(tmp_path: Path) -> Corpus:
+    return corpus(tmp_path, [{"messages": messages(*turns)} for turns in CONVERSATIONS])
 
 
-def test_exactly_the_letters_of_answers_are_trained_on(talks: Corpus) -> None:
+def test_exactly_the_letters_of_answers_are_trained_on(chat_corpus: Corpus) -> None:
     """The first conversation is for validation, and each token is a byte."""
-    assert talks.conversations is not None
-    train, val = talks.conversations
-    for split, chosen in ((train, TALKS[1:]), (val, TALKS[:1])):
+    assert chat_corpus.conversations is not None
+    train, val = chat_corpus.conversations
+    for split, chosen in ((train, CONVERSATIONS[1:]), (val, CONVERSATIONS[:1])):
         expected = "".join(f"User: {question}\n\nAssistant:" + "\1" + f" {answer}\n\n\0" + "\2" for question, answer in chosen)
         ids, flags, learnt = [], [], 0
         for byte in expected.encode():
@@ -64,7 +64,7 @@ def test_exactly_the_letters_of_answers_are_trained_on(talks: Corpus) -> None:
         assert split.tokens[:].tolist() == ids
         assert split.learnt[:].tolist() == flags
         assert split.learnt_bytes == sum(flags) - len(chosen)        # end_of_text has no bytes
-    assert next(annotated_conversations(train, talks.tokenizer)) == "User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"
+    assert next(annotated_conversations(train, chat_corpus.tokenizer)) == "User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"
 
 
 @pytest.mark.parametrize("line", [
@@ -81,7 +81,7 @@ def test_exactly_the_letters_of_answers_are_trained_on(talks: Corpus) -> None:
     {"query": "One?", "response": "1", "history": []}, {"prompt": "One?", "response": "1", "messages": []},
 ])
 def test_all_formats_give_the_same_conversation(tmp_path: Path, line: Any) -> None:
-    actual = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line])
+    actual = corpus(tmp_path, [{"messages": messages(*CONVERSATIONS[0])}, line])
     assert actual.conversations is not None
     assert texts_of(actual) == ["User: One?\n\nAssistant:[[ 1\n\n<end of text>]]"]
 
@@ -106,7 +106,7 @@ def texts_of(data: Corpus) -> list[str]:
      "User: a\n\nAssistant:[[ yes\n\n]]User: b\n\nAssistant: BAD\n\n<end of text>"),
 ])
 def test_the_trained_parts_of_other_formats(tmp_path: Path, line: Any, text: str) -> None:
-    actual = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line])
+    actual = corpus(tmp_path, [{"messages": messages(*CONVERSATIONS[0])}, line])
     assert texts_of(actual) == [text if text.endswith("<end of text>") else f"{text}<end of text>]]"]
 
 
@@ -128,17 +128,17 @@ def test_calls_are_learnt_and_tools_and_results_are_not(tmp_path: Path, form: st
         "ShareGPT's": {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": json.dumps(call)},
                                          {"from": "observation", "value": "3"}, {"from": "gpt", "value": "yes"}],
                        "tools": json.dumps([function])}}[form]
-    actual = corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line], template="g1")
+    actual = corpus(tmp_path, [{"messages": messages(*CONVERSATIONS[0])}, line], template="g1")
     assert texts_of(actual) == ['System: Tools:\n[\n{"name":"f","arguments":{"x":{}}}\n]\nReturn only a JSON function call.\n\n'
                                 'User: a\n\nAssistant:[[ ```json\n{"name":"f","arguments":{"x":"ä"}}\n```\n\n]]'
                                 "User: Function output:\n3\n\nAssistant:[[ yes\n\n<end of text>]]"]
 
 
 def test_tools_that_a_template_cannot_show_are_named_with_their_line(tmp_path: Path) -> None:
-    talk = {"messages": messages("a", "yes")}
+    conversation = {"messages": messages("a", "yes")}
     for template, tool, words in (("world", {"name": "f"}, "tools.*g1"), ("g1", {"x": 1}, r"tools\[0\] must be .* a name")):
         with pytest.raises(UserError, match=f"line 2: {words}"):
-            corpus(tmp_path, [talk, {**talk, "tools": [tool]}], template=template)
+            corpus(tmp_path, [conversation, {**conversation, "tools": [tool]}], template=template)
 
 
 def test_an_end_of_text_that_the_template_names_ends_the_conversation_once(tmp_path: Path) -> None:
@@ -166,15 +166,15 @@ def test_eos_token_is_the_end_of_text(tmp_path: Path, template: str, text: str) 
     A char tokenizer is made from the text without end-of-text.
     """
     (tmp_path / "t.jinja").write_text(template)
-    talk = {"messages": [*messages("a", "yes"), *messages("b", "no")]}
-    actual = corpus(tmp_path, [talk] * 3, template=str(tmp_path / "t.jinja"), tokenizer="char")
+    conversation = {"messages": [*messages("a", "yes"), *messages("b", "no")]}
+    actual = corpus(tmp_path, [conversation] * 3, template=str(tmp_path / "t.jinja"), tokenizer="char")
     assert texts_of(actual) == [text, text]
     assert actual.conversations is not None
     assert actual.conversations[1].bytes == len(text.replace("<end of text>", "").replace("[[", "").replace("]]", ""))
 
 
 def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
-    lines = [{"messages": messages(*talk)} for talk in TALKS]
+    lines = [{"messages": messages(*turns)} for turns in CONVERSATIONS]
     expected = corpus(tmp_path, lines)
     bad = {**lines[0], "weight": 0}
     question, answer = messages("?", "BAD")
@@ -205,7 +205,7 @@ def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_p
         "lines with crlf"])
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_json_list_is_read_like_lines(tmp_path: Path, name: str, content: Any, folder: bool) -> None:
-    lines = [{"messages": messages(*talk)} for talk in TALKS]
+    lines = [{"messages": messages(*turns)} for turns in CONVERSATIONS]
     expected = corpus(tmp_path, lines)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / name).write_bytes(content(lines))
@@ -219,9 +219,9 @@ def test_a_folder_with_json_lines_is_read_without_its_json_files(tmp_path: Path)
     """The .json files may describe the data. The line about the data says that they are ignored."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text("{}")
-    (tmp_path / "data" / "t.jsonl").write_text("\n".join(json.dumps({"messages": messages(*talk)}) for talk in TALKS))
+    (tmp_path / "data" / "t.jsonl").write_text("\n".join(json.dumps({"messages": messages(*turns)}) for turns in CONVERSATIONS))
     actual = read(tmp_path / "data", tmp_path)
-    assert len(texts_of(actual)) == len(TALKS) - 1
+    assert len(texts_of(actual)) == len(CONVERSATIONS) - 1
     assert "1 .json files are ignored" in actual.describe()
 
 
@@ -258,7 +258,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, words: str) -> No
 ])
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
     with pytest.raises(UserError, match=f"talks.jsonl, {words}"):
-        corpus(tmp_path, [{"messages": messages(*TALKS[0])}, line, {"messages": messages(*TALKS[1])}])
+        corpus(tmp_path, [{"messages": messages(*CONVERSATIONS[0])}, line, {"messages": messages(*CONVERSATIONS[1])}])
 
 
 def test_special_tokens_that_the_template_writes_are_tokens(tmp_path: Path) -> None:
@@ -267,20 +267,20 @@ def test_special_tokens_that_the_template_writes_are_tokens(tmp_path: Path) -> N
     template.write_text("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
                         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
     file.write_text(chatml())
-    talks = [{"messages": messages("a <|im_end|> b", "c <|im_start|>")}] * 2
-    actual = corpus(tmp_path, talks, template=str(template), tokenizer=str(file))
+    conversations = [{"messages": messages("a <|im_end|> b", "c <|im_start|>")}] * 2
+    actual = corpus(tmp_path, conversations, template=str(template), tokenizer=str(file))
     start, end = (actual.tokenizer.special[name] for name in ("<|im_start|>", "<|im_end|>"))
     ids, learnt = actual.train[:].tolist(), actual.conversations[0].learnt[:].tolist() if actual.conversations else []
     assert [token for token in ids if token in (start, end)] == [start, end, start, end]
     assert [learnt[place] for place, token in enumerate(ids) if token in (start, end)] == [0, 0, 0, 1]
     assert actual.sizes.train_bytes == len("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n"
                                            "c <|im_start|><|im_end|>\n")
-    shown, = annotated_conversations(actual.conversations[0], actual.tokenizer) if actual.conversations else ()
-    assert shown.startswith("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n[[c <|im_start|><|im_end|>")
+    annotated, = annotated_conversations(actual.conversations[0], actual.tokenizer) if actual.conversations else ()
+    assert annotated.startswith("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n[[c <|im_start|><|im_end|>")
 
 
 def test_the_cache_is_used_and_a_damaged_one_is_made_again(tmp_path: Path) -> None:
-    lines = [{"messages": messages(*talk)} for talk in TALKS]
+    lines = [{"messages": messages(*turns)} for turns in CONVERSATIONS]
     first = corpus(tmp_path, lines).train[:].tolist()
     ids, = (tmp_path / "cache").glob("chat-*/train.ids")
     written_at = ids.stat().st_mtime_ns
@@ -293,13 +293,15 @@ def test_the_cache_is_used_and_a_damaged_one_is_made_again(tmp_path: Path) -> No
 def test_a_cache_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"cannot write .*data\.cache_dir must be a writable folder"):
-        corpus(tmp_path, [{"messages": messages(*talk)} for talk in TALKS], cache_dir=str(tmp_path / "file" / "cache"))
+        corpus(tmp_path, [{"messages": messages(*turns)} for turns in CONVERSATIONS],
+               cache_dir=str(tmp_path / "file" / "cache"))
 
 
 def test_what_the_tokenizer_loses_is_counted_and_bits_of_lost_answers_are_withheld(tmp_path: Path) -> None:
-    letters = sorted({letter for question, answer in TALKS for letter in f"User: {question} Assistant: {answer}\n"} - set("äÄ"))
+    text = "".join(f"User: {question} Assistant: {answer}\n" for question, answer in CONVERSATIONS)
+    letters = sorted(set(text) - set("äÄ"))
     (tmp_path / "letters.json").write_text(dropping(letters).definition)
-    lines = [{"messages": messages(*talk)} for talk in TALKS]
+    lines = [{"messages": messages(*turns)} for turns in CONVERSATIONS]
     actual = corpus(tmp_path, lines, tokenizer=str(tmp_path / "letters.json"))
     assert actual.conversations is not None
     both = [actual.conversations[split].lost.bytes for split in (0, 1)]
@@ -319,13 +321,13 @@ def test_rows_have_every_text_once_and_little_padding() -> None:
     assert len(rows) * 128 <= 1.02 * sum(min(length, 128) for length in lengths)
 
 
-def rows_of(talks: Corpus, ctx_len: int = 64) -> ConversationRows:
-    assert talks.conversations is not None
-    return ConversationRows(*talks.conversations[0][:2], ctx_len)
+def rows_of(chat_corpus: Corpus, ctx_len: int = 64) -> ConversationRows:
+    assert chat_corpus.conversations is not None
+    return ConversationRows(*chat_corpus.conversations[0][:2], ctx_len)
 
 
-def test_a_batch_has_the_answers_as_targets(talks: Corpus) -> None:
-    rows = rows_of(talks)
+def test_a_batch_has_the_answers_as_targets(chat_corpus: Corpus) -> None:
+    rows = rows_of(chat_corpus)
     batch = rows.__getitems__([0, 1])
     for x, y in zip(batch.x, batch.y, strict=True):
         counts = y != IGNORED
@@ -334,8 +336,8 @@ def test_a_batch_has_the_answers_as_targets(talks: Corpus) -> None:
     assert rows.__getitems__([len(rows)]).x.equal(rows.__getitems__([0]).x)
 
 
-def test_a_long_conversation_is_cut(talks: Corpus) -> None:
-    rows = rows_of(talks, 30)
+def test_a_long_conversation_is_cut(chat_corpus: Corpus) -> None:
+    rows = rows_of(chat_corpus, 30)
     assert rows.cut == 2
     assert "2 of these conversations are longer than model.ctx_len=30 and are truncated" in rows.describe()
 
@@ -347,9 +349,9 @@ def learner(generation: str) -> LanguageModel:
 
 @each_generation
 @pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_packed_rows_equal_one_conversation_a_row(talks: Corpus, generation: str, checkpointed: bool) -> None:
+def test_packed_rows_equal_one_conversation_a_row(chat_corpus: Corpus, generation: str, checkpointed: bool) -> None:
     """Losses and gradients agree within 1e-6."""
-    task, batch = learner(generation), rows_of(talks, 100).__getitems__([0, 1])
+    task, batch = learner(generation), rows_of(chat_corpus, 100).__getitems__([0, 1])
     if checkpointed:
         prepare_blocks(task.model, TrainerConfig(activation_checkpointing=True))
     packed = task.training_step(batch, 0)
@@ -371,9 +373,9 @@ def test_packed_rows_equal_one_conversation_a_row(talks: Corpus, generation: str
 
 
 @each_generation
-def test_conversations_do_not_affect_each_other_by_a_bit(talks: Corpus, generation: str) -> None:
+def test_packed_conversations_do_not_affect_each_other(chat_corpus: Corpus, generation: str) -> None:
     """Other words of the same length in one conversation change no bit of the next."""
-    task, batch = learner(generation), rows_of(talks, 100).__getitems__([0, 1])
+    task, batch = learner(generation), rows_of(chat_corpus, 100).__getitems__([0, 1])
     row = int((batch.starts.sum(1) > 2).nonzero()[0])
     second = int(batch.starts[row].nonzero()[1])
     before = task.model.forward_features(batch.x, batch.starts)[row]
@@ -383,9 +385,9 @@ def test_conversations_do_not_affect_each_other_by_a_bit(talks: Corpus, generati
     assert not torch.equal(after[:second], before[:second])
 
 
-def test_batch_weights_give_the_mean_over_a_step(talks: Corpus) -> None:
+def test_batch_weights_give_the_mean_over_a_step(chat_corpus: Corpus) -> None:
     """Two processes with two accumulated batches of one row: the weighted means are the mean over all targets."""
-    rows = rows_of(talks, 40)
+    rows = rows_of(chat_corpus, 40)
     counts = rows.counts[np.arange(4) % len(rows)] if len(rows) < 4 else rows.counts
     samplers = [iter(RowSampler(counts, 1, 4, seed=0, rank=rank, world=2, parts=2)) for rank in range(2)]
     for _ in range(2):
@@ -396,16 +398,16 @@ def test_batch_weights_give_the_mean_over_a_step(talks: Corpus) -> None:
             assert each.weight / 4 == pytest.approx(own / total)
 
 
-def test_tbptt_reads_conversations_whole(talks: Corpus) -> None:
+def test_tbptt_reads_conversations_whole(chat_corpus: Corpus) -> None:
     """Each conversation begins a segment, and only its answers are targets."""
-    learnt = talks.learnt
-    chunks = DocumentChunks(talks.train, 0, 8, streams=3, learnt=learnt)
+    learnt = chat_corpus.learnt
+    chunks = DocumentChunks(chat_corpus.train, 0, 8, streams=3, learnt=learnt)
     plan = next(iter(SegmentSampler(chunks, 16, StepLayout(3), 1, seed=0)))
-    read = SegmentDataset(talks.train, 8, learnt).__getitems__(plan)
+    read = SegmentDataset(chat_corpus.train, 8, learnt).__getitems__(plan)
     assert learnt is not None
     assert int((read.y != IGNORED).sum()) == sum(segment.counted for row in plan.rows for segment in row)
     answers = bytes(read.y[read.y > 0].tolist()).decode()
-    for _, answer in TALKS[1:]:
+    for _, answer in CONVERSATIONS[1:]:
         assert f" {answer}\n\n" in answers
     assert "User" not in answers
 
@@ -414,37 +416,37 @@ def test_tbptt_reads_conversations_whole(talks: Corpus) -> None:
 def test_with_tbptt_validation_reads_conversations_whole(tmp_path: Path, generation: str) -> None:
     """The validation loss is that of each conversation as one sequence, also where no answer begins within ctx_len."""
     cases = ((50, "yes"), (40, "no"), (60, "often"))
-    talks = corpus(tmp_path, [{"messages": messages("a" * n, answer)} for n, answer in cases], val_fraction=0.5)
-    assert talks.conversations is not None
+    chat_corpus = corpus(tmp_path, [{"messages": messages("a" * n, answer)} for n, answer in cases], val_fraction=0.5)
+    assert chat_corpus.conversations is not None
     with pytest.raises(UserError):
-        DataModule(talks, DataConfig(batch_size=2), 16, 0).val_dataloader()
+        DataModule(chat_corpus, DataConfig(batch_size=2), 16, 0).val_dataloader()
     task = learner(generation)
     nats, count, alone = 0.0, 0, 0.0
-    for batch in DataModule(talks, DataConfig(batch_size=2), 16, 0, tbptt=2).val_dataloader():
+    for batch in DataModule(chat_corpus, DataConfig(batch_size=2), 16, 0, tbptt=2).val_dataloader():
         assert isinstance(batch, Whole)
         own = int((batch.y != IGNORED).sum())
         nats, count = nats + task.conversation_loss(batch).item() * own, count + own
         for x, y in zip(batch.x, batch.y, strict=True):
             alone += task.loss(x[None], y[None]).item() * int((y != IGNORED).sum())
-    assert count == int(talks.conversations[1].learnt[:].sum())
+    assert count == int(chat_corpus.conversations[1].learnt[:].sum())
     assert nats == pytest.approx(alone, rel=1e-5)
 
 
-def test_short_conversations_are_validated_in_rows_with_tbptt_too(talks: Corpus) -> None:
-    rows, with_tbptt = (DataModule(talks, DataConfig(batch_size=1), 100, 0, K).val_dataloader().dataset.__getitems__([0])
+def test_short_conversations_are_validated_in_rows_with_tbptt_too(chat_corpus: Corpus) -> None:
+    rows, with_tbptt = (DataModule(chat_corpus, DataConfig(batch_size=1), 100, 0, K).val_dataloader().dataset.__getitems__([0])
                         for K in (0, 2))
     assert isinstance(with_tbptt, Packed)
     assert torch.equal(rows.y, with_tbptt.y)
 
 
-def test_tbptt_never_divides_a_conversation(talks: Corpus) -> None:
+def test_tbptt_never_divides_a_conversation(chat_corpus: Corpus) -> None:
     """Tests any number of streams."""
-    assert len(DocumentChunks(talks.train, 0, 8, streams=10, learnt=talks.learnt)) == len(TALKS) - 1
+    assert len(DocumentChunks(chat_corpus.train, 0, 8, streams=10, learnt=chat_corpus.learnt)) == len(CONVERSATIONS) - 1
 
 
-def test_the_tokens_of_a_batch_of_tbptt_are_all_but_the_padding(talks: Corpus) -> None:
+def test_the_tokens_of_a_batch_of_tbptt_are_all_but_the_padding(chat_corpus: Corpus) -> None:
     """The throughput counts the tokens of prompts, too, although they are not learnt."""
-    chunks = DocumentChunks(talks.train, 0, 8, streams=1, learnt=talks.learnt)
+    chunks = DocumentChunks(chat_corpus.train, 0, 8, streams=1, learnt=chat_corpus.learnt)
     plan = next(iter(SegmentSampler(chunks, int(chunks.segments.sum()), StepLayout(1), 1, seed=0)))
-    batch = SegmentDataset(talks.train, 8, talks.learnt).__getitems__(plan)
-    assert batch.x.numel() > len(talks.train) == batch.tokens
+    batch = SegmentDataset(chat_corpus.train, 8, chat_corpus.learnt).__getitems__(plan)
+    assert batch.x.numel() > len(chat_corpus.train) == batch.tokens

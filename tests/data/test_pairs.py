@@ -137,12 +137,12 @@ def test_both_texts_of_a_pair_are_in_one_split(tmp_path: Path) -> None:
 def test_pairs_and_conversations_of_one_file_are_cached_apart(tmp_path: Path) -> None:
     entries = [entry | {"completion": "yes"} for entry in ENTRIES]
     pairs = corpus(tmp_path, entries)
-    talks = prepare(DataConfig(name="chat", path=str(tmp_path / "pairs.jsonl"), cache_dir=str(tmp_path / "cache")), 64,
-                    ByteTokenizer())
+    chat_corpus = prepare(DataConfig(name="chat", path=str(tmp_path / "pairs.jsonl"), cache_dir=str(tmp_path / "cache")), 64,
+                          ByteTokenizer())
     assert pairs.conversations is not None
-    assert talks.conversations is not None
-    assert len(pairs.conversations[0].tokens.starts) == 2 * len(talks.conversations[0].tokens.starts)
-    assert not talks.conversations[0].paired
+    assert chat_corpus.conversations is not None
+    assert len(pairs.conversations[0].tokens.starts) == 2 * len(chat_corpus.conversations[0].tokens.starts)
+    assert not chat_corpus.conversations[0].paired
 
 
 @pytest.mark.parametrize("val_tokens", [1, 60, 10_000])

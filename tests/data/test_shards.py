@@ -131,8 +131,8 @@ def test_what_the_tokenizer_loses_is_counted(library: DataConfig, tokenizer: Jso
     sizes = prepared.sizes
     for texts, size, lost in zip(splits_of(library), (sizes.train_bytes, sizes.val_bytes), (sizes.train_lost, sizes.val_lost),
                                  strict=True):
-        gone = "".join(character for text in texts for character in text if character in "—q")
-        assert lost == Lost(len(gone.encode()), size, len(gone) * (tokenizer is LOSING["unknown"]))
+        lost_text = "".join(character for text in texts for character in text if character in "—q")
+        assert lost == Lost(len(lost_text.encode()), size, len(lost_text) * (tokenizer is LOSING["unknown"]))
     assert sizes.val_lost.share > 0.05
     assert prepared.val_bytes_per_token is None
     assert "validation text" in str(prepared.describe_lost())

@@ -27,11 +27,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def talks(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+def chat_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("talks")
-    talks = [{"messages": [{"role": "user", "content": "hi " * (90 if number == 0 else 3)},
-                           {"role": "assistant", "content": f"answer ü {number}"}]} for number in range(20)]
-    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks), encoding="utf-8")
+    conversations = [{"messages": [{"role": "user", "content": "hi " * (90 if number == 0 else 3)},
+                                   {"role": "assistant", "content": f"answer ü {number}"}]} for number in range(20)]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in conversations), encoding="utf-8")
     return prepare(DataConfig(name="chat", path=str(folder / "talks.jsonl"), tokenizer="byte", val_fraction=0.5,
                               template="world", cache_dir=str(folder / "cache")), 64)
 
@@ -64,13 +64,13 @@ def test_a_character_cut_by_the_end_counts_its_bytes_before_the_end(tmp_path: Pa
 
 
 @given(st.integers(1, 900), st.sampled_from([8, 64, 512]))
-def test_a_part_of_conversations_has_only_whole_ones_with_an_answer(talks: Corpus, tokens: int, ctx_len: int) -> None:
+def test_a_part_of_conversations_has_only_whole_ones_with_an_answer(chat_corpus: Corpus, tokens: int, ctx_len: int) -> None:
     """The first conversation's answer begins after 270 bytes, so a row of 64 does not reach it."""
-    part = limit_validation(talks, tokens, ctx_len)
+    part = limit_validation(chat_corpus, tokens, ctx_len)
     assert part.conversations is not None
-    assert talks.conversations is not None
+    assert chat_corpus.conversations is not None
     ids, learnt, *_ = part.conversations[1]
-    whole = talks.conversations[1]
+    whole = chat_corpus.conversations[1]
     assert ids[:].tolist() == whole.tokens[:len(ids)].tolist()
     assert len(ids) in [*whole.tokens.starts.tolist(), len(whole.tokens)]
     assert len(ids) >= min(tokens, len(whole.tokens))
@@ -79,9 +79,9 @@ def test_a_part_of_conversations_has_only_whole_ones_with_an_answer(talks: Corpu
         assert ConversationRows(ids, learnt, ctx_len).counts.sum() > 0
 
 
-def test_without_a_limit_nothing_is_cut(text: Corpus, talks: Corpus) -> None:
+def test_without_a_limit_nothing_is_cut(text: Corpus, chat_corpus: Corpus) -> None:
     assert limit_validation(text, None, 16) is text
-    assert limit_validation(talks, 10**9, 16) is talks
+    assert limit_validation(chat_corpus, 10**9, 16) is chat_corpus
 
 
 def test_the_cache_is_the_same(text: Corpus, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_windows_cover_every_token_once(tmp_path_factory: pytest.TempPathFactory
 @given(size=st.integers(2, 60), ctx_len=st.integers(1, 20), seed=st.integers(0, 3), epoch=st.integers(0, 3))
 def test_every_epoch_has_the_same_pairs_cut_elsewhere(tmp_path_factory: pytest.TempPathFactory, size: int, ctx_len: int,
                                                       seed: int, epoch: int) -> None:
-    """Each token of the windows predicts its own successor, once an epoch, wherever the cuts are."""
+    """Each token is an input once per epoch, and its target is the next token, wherever the windows begin."""
     windows = Windows(token_array_of(tmp_path_factory.getbasetemp(), np.arange(size, dtype=np.uint16)), ctx_len, seed=seed)
     pairs = [windows[epoch * len(windows) + index] for index in range(len(windows))]
     x, y = (torch.cat(part).tolist() for part in zip(*pairs, strict=True)) if pairs else ([], [])

@@ -267,11 +267,11 @@ def test_a_model_without_references_is_freed_at_once(generation: str) -> None:
     model = model_of(generation, n_layer=1)
     decoder = GpuDecoder(model, model.empty_state(1))
     decoder.step(torch.tensor([1]))
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     gc.disable()
     try:
         del model, decoder
-        assert gone() is None
+        assert reference() is None
     finally:
         gc.enable()
 

@@ -32,7 +32,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 TURNS = ("Hi", "Who are you?", "And then?")
 
 
-def talk(generation: str = "rwkv7", template: str = "world", temperature: float = 0.0) -> Chat:
+def new_chat(generation: str = "rwkv7", template: str = "world", temperature: float = 0.0) -> Chat:
     """Returns a chat that answers in ASCII alone, so that its texts can be encoded again."""
     model = small_model(generation=generation, vocab_size=256).eval()
     sampling = Sampling(temperature=temperature, banned=(0, *range(128, 256)))
@@ -55,7 +55,7 @@ def answer_of(chat: Chat, text: str) -> tuple[str, list[int], Engine]:
 @each_generation
 @pytest.mark.parametrize("template", ["world", "g1"])
 def test_answers_equal_those_after_the_whole_conversation(generation: str, template: str) -> None:
-    chat = talk(generation, template)
+    chat = new_chat(generation, template)
     for text in TURNS:
         answer, _, _ = answer_of(chat, text)
         assert chat.messages[-1] == {"role": "assistant", "content": answer.strip()}
@@ -64,7 +64,7 @@ def test_answers_equal_those_after_the_whole_conversation(generation: str, templ
 def test_end_of_text_follows_the_answers_of_a_template_with_eos_token(tmp_path: Path) -> None:
     (tmp_path / "eos.jinja").write_text("{% for m in messages %}{% if m.role == 'user' %}{{ '[Q]' + m.content + '[/Q]' }}"
                                         "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}")
-    chat = talk(template=str(tmp_path / "eos.jinja"))
+    chat = new_chat(template=str(tmp_path / "eos.jinja"))
     for turn, text in enumerate(TURNS):
         _, ids, _ = answer_of(chat, text)
         assert ids.count(chat.tokenizer.end_of_text) == turn
@@ -72,7 +72,7 @@ def test_end_of_text_follows_the_answers_of_a_template_with_eos_token(tmp_path: 
 
 def test_a_turn_reads_only_its_new_words() -> None:
     """The template writes answers as the model did, so no token is read twice."""
-    chat = talk()
+    chat = new_chat()
     chat.model.head.weight.data.zero_()                          # all logits are equal, so the bias decides
     chat.sampling = Sampling(temperature=0, logit_bias={ord("x"): 5.0})
     reads = []
@@ -119,7 +119,7 @@ def test_turns_equal_the_whole_conversation_if_words_include_their_space(tmp_pat
 
 
 def test_undo_returns_to_a_saved_state() -> None:
-    chat = talk()
+    chat = new_chat()
     list(chat.say(TURNS[0]))
     before = list(chat.messages)
     list(chat.say(TURNS[1]))
@@ -133,7 +133,7 @@ def test_undo_returns_to_a_saved_state() -> None:
 
 
 def test_retry_reads_nothing_and_uses_another_seed() -> None:
-    chat = talk(temperature=1.0)
+    chat = new_chat(temperature=1.0)
     list(chat.say(TURNS[0]))
     first = chat.messages[-1]
     list(chat.retry())
@@ -143,7 +143,7 @@ def test_retry_reads_nothing_and_uses_another_seed() -> None:
 
 
 def test_a_stopped_answer_is_a_turn() -> None:
-    chat = talk(temperature=1.0)
+    chat = new_chat(temperature=1.0)
     pieces = chat.say(TURNS[0])
     first = next(pieces)
     pieces.close()                                               # type: ignore[attr-defined]
@@ -154,7 +154,7 @@ def test_a_stopped_answer_is_a_turn() -> None:
 
 
 def test_ctrl_c_while_a_turn_is_read_undoes_the_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    chat = talk()
+    chat = new_chat()
     chat.kept_bytes = 0                                          # this makes /retry read, too
     terminal = Terminal(chat)
     terminal.turn(TURNS[0])
@@ -175,7 +175,7 @@ def test_a_signal_that_is_not_ctrl_c_ends_the_program(monkeypatch: pytest.Monkey
     def terminated(*args: object, **named: object) -> None:
         raise Signalled(signal.SIGTERM)
 
-    chat = talk()
+    chat = new_chat()
     hook = chat.model.emb.register_forward_hook(terminated)
     with pytest.raises(Signalled):
         Terminal(chat).turn(TURNS[0])
@@ -215,7 +215,7 @@ def test_the_prompt_is_on_the_terminal_if_answers_go_to_a_file(monkeypatch: pyte
 
 
 def test_a_path_is_not_a_command() -> None:
-    chat = talk()
+    chat = new_chat()
     assert Terminal(chat).turn("/etc/hosts has which lines?")
     assert chat.messages[0]["content"] == "/etc/hosts has which lines?"
 
@@ -236,11 +236,11 @@ def test_ctrl_z_suspends_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("change", [Chat.undo, Chat.retry])
 def test_nothing_to_undo_or_retry(change: Callable[[Chat], object]) -> None:
     with pytest.raises(UserError):
-        change(talk())
+        change(new_chat())
 
 
 def test_a_reset_keeps_the_system_message() -> None:
-    chat = talk()
+    chat = new_chat()
     chat.reset("Be brief.")
     list(chat.say("Hi"))
     chat.reset()
@@ -261,7 +261,7 @@ def test_a_reset_keeps_the_system_message() -> None:
     ("temperature=-1", "temperature"),
 ])
 def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting: str, words: str) -> None:
-    chat = talk()
+    chat = new_chat()
     before = chat.sampling, chat.max_new_tokens, chat.seed
     assert not Terminal(chat).turn(f"/set {setting}")
     assert words in capsys.readouterr().err
@@ -269,13 +269,13 @@ def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting:
 
 
 def test_an_id_outside_the_vocabulary_is_refused_before_the_first_turn() -> None:
-    chat = talk()
+    chat = new_chat()
     with pytest.raises(UserError, match="banned"):
         replace(chat, sampling=Sampling(banned=(256,)))
 
 
 def test_options_of_sampling_are_set_as_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    chat = talk()
+    chat = new_chat()
     terminal = Terminal(chat)
     for setting in ("sampling=g1_think", "temperature=0.5", "no_penalty=0 1", "logit_bias=65:2", "banned=[0,1]", "order=rwkv"):
         assert terminal.turn(f"/set {setting}")
@@ -297,11 +297,11 @@ def test_penalties_count_the_conversation_however_much_of_it_was_read_before(tmp
         chat.seed = 4
         return "".join(chat.say(TURNS[2]))
 
-    first = talk(temperature=0.8)
+    first = new_chat(temperature=0.8)
     for text in TURNS[:2]:
         list(first.say(text))
     assert Terminal(first).turn(f"/save {tmp_path / 'talk.json'}")
-    again = talk(temperature=0.8)
+    again = new_chat(temperature=0.8)
     assert Terminal(again).turn(f"/load {tmp_path / 'talk.json'}")
     answer = say_last_turn(first)
     assert answer == say_last_turn(again)
@@ -312,40 +312,40 @@ def test_penalties_count_the_conversation_however_much_of_it_was_read_before(tmp
 
 
 def test_a_conversation_without_messages_is_saved_and_loaded(tmp_path: Path) -> None:
-    assert Terminal(talk()).turn(f"/save {tmp_path / 'talk.json'}")
-    terminal = Terminal(talk())
-    list(terminal.talk.say("Hi"))
+    assert Terminal(new_chat()).turn(f"/save {tmp_path / 'talk.json'}")
+    terminal = Terminal(new_chat())
+    list(terminal.chat.say("Hi"))
     assert terminal.turn(f"/load {tmp_path / 'talk.json'}")
-    assert terminal.talk.messages == []
+    assert terminal.chat.messages == []
 
 
 def test_half_a_character_in_a_saved_conversation_is_replaced(tmp_path: Path) -> None:
     """Some programs cut a text inside an emoji. Such a text can neither be encoded nor saved."""
     (tmp_path / "talk.json").write_text('{"messages": [{"role": "user", "content": "a\\ud83d"}]}')
-    terminal = Terminal(talk())
+    terminal = Terminal(new_chat())
     assert terminal.turn(f"/load {tmp_path / 'talk.json'}")
-    assert terminal.talk.messages == [{"role": "user", "content": "a\ufffd"}]
+    assert terminal.chat.messages == [{"role": "user", "content": "a\ufffd"}]
     assert terminal.turn(f"/save {tmp_path / 'again.json'}")
     assert terminal.turn("Hi")
 
 
 def test_a_file_that_cannot_be_written_is_a_user_s_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not Terminal(talk()).turn(f"/save {tmp_path}")
+    assert not Terminal(new_chat()).turn(f"/save {tmp_path}")
     assert capsys.readouterr().err == f"error: cannot write {tmp_path}: {os.strerror(errno.EISDIR)}\n"
 
 
 def test_a_conversation_replaces_a_conversation_and_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another file may be the checkpoint, which the process has mapped. A failed write leaves the old conversation."""
-    terminal = Terminal(talk())
+    terminal = Terminal(new_chat())
     model, saved = tmp_path / "model.pth", tmp_path / "talk.json"
     model.write_bytes(b"PK\3\4 weights")
     assert not terminal.turn(f"/save {model}")
     assert model.read_bytes() == b"PK\3\4 weights"
-    list(terminal.talk.say("Hi"))
+    list(terminal.chat.say("Hi"))
     for _ in range(2):
         assert terminal.turn(f"/save {saved}")
     before = saved.read_bytes()
-    list(terminal.talk.say("And?"))
+    list(terminal.chat.say("And?"))
     monkeypatch.setattr(os, "fsync", lambda handle: os.write(-1, b""))   # fails like a full disk
     assert not terminal.turn(f"/save {saved}")
     assert saved.read_bytes() == before
@@ -357,7 +357,7 @@ def test_a_full_disk_ends_the_conversation() -> None:
     """Unlike a mistake in one turn, a full disk leaves no way to continue with the next turn."""
     with Path("/dev/full").open("w", buffering=1, encoding="utf-8") as full, redirect_stdout(full):
         with pytest.raises(OSError) as error:                    # noqa: PT011
-            Terminal(talk()).turn("Hi")
+            Terminal(new_chat()).turn("Hi")
         assert error.value.errno == errno.ENOSPC
         abandon(full)
 
@@ -423,7 +423,7 @@ def test_think_has_three_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert not terminal.turn("/think maybe")
     assert not terminal.turn("/set think=3")
     assert chat.think == "fake"
-    assert not Terminal(talk(template="world")).turn("/think fake")
+    assert not Terminal(new_chat(template="world")).turn("/think fake")
 
 
 @pytest.mark.programs

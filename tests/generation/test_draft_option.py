@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from models import following, small_model
-from programs import Run, composed, one_sentence
+from programs import Run, compose, one_sentence
 
 from kernels import native
 from rwkv.chat.turn_templates import chat_template
@@ -41,9 +41,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("program", ["generate", "chat", "serve"])
 def test_programs_accept_a_draft(program: str) -> None:
-    config = composed(program, "draft=ngram", "draft_tokens=5")
+    config = compose(program, "draft=ngram", "draft_tokens=5")
     assert (config.draft, config.draft_tokens) == ("ngram", 5)
-    assert (composed(program).draft, composed(program).draft_tokens) == (None, 8)
+    assert (compose(program).draft, compose(program).draft_tokens) == (None, 8)
 
 
 @in_c

@@ -165,7 +165,7 @@ def test_the_pieces_join_to_the_text_of_the_tokens(tokenizer: Tokenizer, prompt:
 @settings(max_examples=20, deadline=None)
 def test_a_text_in_a_batch_equals_the_text_alone(kernel: str, prompts: list[str], seeds: list[int], options: dict[str, float],
                                                  stop: list[str]) -> None:
-    """Tokens and endings are the same at any batch size and position, under each kernel, when rows end at different times."""
+    """Rows end at different times. Neither the batch size nor a row's position changes its tokens or the reason for its end."""
     model, seeds = MODELS[kernel], seeds[:len(prompts)]
     together = generate_batch(model, BYTES, prompts, 12, seeds=seeds, stop=stop, **options)
     for prompt, seed, sample in zip(prompts, seeds, together, strict=True):

@@ -64,5 +64,5 @@ for does in ({does}):
 def test_a_forked_child_answers(kernel: str, before: bool, does: str) -> None:
     code = CODE.format(root=str(ROOT), tests=str(ROOT / "tests"), kernel=kernel, before=before, does=does)
     result = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}, capture_output=True,
-                            text=True, timeout=100, check=False)               # where cores are few, spinning threads take long
+                            text=True, timeout=100, check=False)               # spinning threads are slow on few cores
     assert result.returncode == 0, result.stderr

@@ -70,7 +70,7 @@ def test_every_finished_text_of_many_schemas_is_valid(temperature: float) -> Non
 def allows(grammar: Grammar, text: str) -> bool:
     matcher = matcher_of(grammar, BYTES)
     for byte in text.encode():
-        mask = matcher.allowed()
+        mask = matcher.allowed_mask()
         if mask is None or not mask[byte // 8] >> byte % 8 & 1:
             return False
         matcher.push(byte)

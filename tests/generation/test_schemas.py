@@ -111,11 +111,11 @@ def allows(grammar: Grammar, text: str) -> bool:
     """Returns True if the grammar allows the text as a prefix, and a further token or the end after the text."""
     matcher = matcher_of(grammar, BYTES)
     for byte in text.encode():
-        mask = matcher.allowed()
+        mask = matcher.allowed_mask()
         if mask is None or not mask[byte // 8] >> byte % 8 & 1:
             return False
         matcher.push(byte)
-    mask = matcher.allowed()
+    mask = matcher.allowed_mask()
     return mask is not None
 
 
@@ -123,7 +123,7 @@ def is_finished(grammar: Grammar, text: str) -> bool:
     matcher = matcher_of(grammar, BYTES)
     for byte in text.encode():
         matcher.push(byte)
-    mask = matcher.allowed()
+    mask = matcher.allowed_mask()
     return mask is not None and bool(mask[0] & 1)
 
 
@@ -150,7 +150,7 @@ def walk(grammar: Grammar, seed: int, most: int = 500) -> bytes | None:
     draw = random.Random(seed)
     written = b""
     while len(written) < most:
-        mask = matcher.allowed()
+        mask = matcher.allowed_mask()
         assert mask is not None, written
         bytes_ = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
         if 0 in bytes_ and (len(bytes_) == 1 or draw.random() < 0.3):

@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from rwkv.io.lines import COLUMN, counted, escape_controls, labelled_line, wrap_labelled, wrap_text
+from rwkv.io.lines import COLUMN, count_of, escape_controls, labelled_line, wrap_labelled, wrap_text
 
 TEXT = "4 layers, 192 wide, 2,712,576 parameters, vocabulary 2048, from " + "a_long_path/" * 8
 
@@ -54,4 +54,4 @@ def test_a_file_gets_one_line() -> None:
 @pytest.mark.parametrize(("n", "text"), [(0, "0 steps"), (1, "1 step"), (1.0, "1 step"), (1500, "1,500 steps"),
                                          (0.5, "0.5 steps")])
 def test_the_number_one_has_a_singular_noun(n: float, text: str) -> None:
-    assert counted(n, "step") == text
+    assert count_of(n, "step") == text

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from implementations import compiled_in_soak, implementation, in_soak, remembered
+from implementations import cache_results, compiled_in_soak, implementation, in_soak
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -255,7 +255,7 @@ def wrong(adapter: Any, operator: Any, inputs: Inputs, dtype: torch.dtype = torc
     return misses(errors(adapter.results(operator, inputs), expected(adapter, inputs)), adapter.allowed_errors(operator, dtype))
 
 
-@remembered
+@cache_results
 def expected(adapter: Any, inputs: Inputs) -> dict[str, Tensor]:
     return adapter.expected(inputs)
 
@@ -290,7 +290,7 @@ def by_step(adapter: Any, operator: Any, inputs: Inputs, weights: Tensor) -> dic
     return {name: tensor.movedim(axes["k"], 0) for name, tensor in actual.items()}
 
 
-@remembered
+@cache_results
 def exact_by_step(adapter: Any, inputs: Inputs, weights: Tensor) -> dict[str, Tensor]:
     return by_step(adapter, adapter.kind(adapter.reference), each_tensor(Tensor.double, inputs), weights)
 

@@ -63,13 +63,13 @@ def test_every_file_belongs_to_an_implementation() -> None:
 def test_registers_shared_memory_and_spills(source: Source, arch: str, nvrtc: str) -> None:
     """A kernel takes no more than the table states for this compiler version; kernels not in the table spill nothing."""
     version, table = read_table()
-    for kernel, taken in measure(source, arch).items():
+    for kernel, resources in measure(source, arch).items():
         allowed = table.get(kernel)
         if allowed is None:
-            assert taken.spilled == 0, f"{kernel} spills: write the reason into the source, and the table by {WRITE}"
+            assert resources.spilled == 0, f"{kernel} spills: write the reason into the source, and the table by {WRITE}"
         elif version == nvrtc:
-            exceeds = [now > before for now, before in zip(taken, allowed, strict=True)]
-            assert not any(exceeds), f"{kernel} takes {taken}, more than {allowed}; if that is meant: {WRITE}"
+            exceeds = [now > before for now, before in zip(resources, allowed, strict=True)]
+            assert not any(exceeds), f"{kernel} takes {resources}, more than {allowed}; if that is meant: {WRITE}"
 
 
 def test_the_table_has_only_kernels_that_exist() -> None:

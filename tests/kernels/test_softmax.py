@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from implementations import compiled_in_soak, implementations, remembered
+from implementations import cache_results, compiled_in_soak, implementations
 from torch import Tensor
 
 from kernels.compare import err_ratio, errors, misses
@@ -24,7 +24,7 @@ def softmax(request: pytest.FixtureRequest) -> Softmax:
     return Softmax(request.param)
 
 
-@remembered
+@cache_results
 def reference(x: Tensor) -> dict[str, Tensor]:
     return cases.results(FORMULA, x.double())
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from implementations import compiled_in_soak, implementations, remembered
+from implementations import cache_results, compiled_in_soak, implementations
 from torch import Tensor
 
 from kernels.compare import err_ratio, errors, misses
@@ -25,7 +25,7 @@ def timex(request: pytest.FixtureRequest) -> TimeX:
     return TimeX(request.param)
 
 
-@remembered
+@cache_results
 def reference(w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, Tensor]:
     return cases.results(FORMULA, w.double(), k.double(), eps)
 

@@ -74,13 +74,13 @@ def test_wkv7_takes_the_resources_in_the_table_for_the_most_common_head(cubins: 
 
 def check_table(resources: dict[Kernel, Resources]) -> None:
     version, table = triton_resources.read_table()
-    for kernel, taken in resources.items():
+    for kernel, needs in resources.items():
         assert kernel in table, f"{kernel} is not in the table: {triton_resources.WRITE}"
         if version == triton_resources.version():
-            exceeds = [now > before for now, before in zip(taken, table[kernel], strict=True)]
-            assert not any(exceeds), f"{kernel}: {taken}, more than {table[kernel]}; if that is meant: {triton_resources.WRITE}"
-        assert taken.shared <= SHARED_ANYWHERE, kernel
-        assert taken.spilled == 0 or "float32" in kernel.head, kernel
+            exceeds = [now > before for now, before in zip(needs, table[kernel], strict=True)]
+            assert not any(exceeds), f"{kernel}: {needs}, more than {table[kernel]}; if that is meant: {triton_resources.WRITE}"
+        assert needs.shared <= SHARED_ANYWHERE, kernel
+        assert needs.spilled == 0 or "float32" in kernel.head, kernel
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from implementations import compiled_in_soak, implementation, kernels, remembered
+from implementations import cache_results, compiled_in_soak, implementation, kernels
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -35,7 +35,7 @@ def scan(request: pytest.FixtureRequest) -> WKV4:
     return WKV4(request.param)
 
 
-@remembered
+@cache_results
 def reference(inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
     return cases.results(REFERENCE, double(inputs), of)
 
@@ -215,7 +215,7 @@ def outputs(y: Tensor, state: WKVState) -> dict[str, Tensor]:
     return {"y": y, "a/b": state.a / state.b, "p + log b": state.p + state.b.log()}
 
 
-@remembered
+@cache_results
 def reference_outputs(inputs: WKVInputs) -> dict[str, Tensor]:
     return outputs(*REFERENCE(*double(inputs)))
 
@@ -253,7 +253,7 @@ def check_what_is_not_finite(wkv: WKV4, where: str, value: float, T: int, device
     torch.testing.assert_close((new.a / new.b)[~hit[:, -1]], (after.a / after.b)[~hit[:, -1]], rtol=1e-4, atol=1e-5)
 
 
-def test_a_k_of_minus_infinity_weighs_nothing(wkv: WKV4, device: str) -> None:
+def test_a_step_with_k_minus_infinity_has_no_weight(wkv: WKV4, device: str) -> None:
     """The same holds in blocks where every k is minus infinity."""
     time_decay, time_first, k, v, state = cases.inputs(2, 200, 5, device=device)
     k[:, 50:140] = -math.inf

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from implementations import implementations, remembered
+from implementations import cache_results, implementations
 from torch import Tensor
 
 from kernels.compare import err_ratio, errors, misses
@@ -32,7 +32,7 @@ def wrong(wkv7: WKV7, inputs: cases.WKV7Inputs, slow_decay: bool = False) -> dic
     return misses(errors(cases.results(wkv7, inputs), reference(inputs)), allowed)
 
 
-@remembered
+@cache_results
 def reference(inputs: cases.WKV7Inputs) -> dict[str, Tensor]:
     return cases.results(WKV7("reference"), cases.double(inputs))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rwkv.config import OptimConfig, TrainerConfig
 from rwkv.model.loss import head_loss
-from rwkv.model.weight_cache import WeightCache, rounded
+from rwkv.model.weight_cache import WeightCache, round_weights
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 
@@ -55,11 +55,11 @@ def write_in_place(parameters: list[nn.Parameter]) -> None:
 def test_a_copy_follows_every_change(change: Callable[[list[nn.Parameter]], None]) -> None:
     parameters = weights()
     cache = WeightCache(parameters)
-    first = rounded(HALF, parameters)
+    first = round_weights(HALF, parameters)
     assert all(map(torch.equal, first, (p.to(HALF) for p in parameters)))
     change(parameters)
-    again = rounded(HALF, parameters[:1])
-    assert all(map(torch.equal, rounded(HALF, parameters), (p.to(HALF) for p in parameters)))
+    again = round_weights(HALF, parameters[:1])
+    assert all(map(torch.equal, round_weights(HALF, parameters), (p.to(HALF) for p in parameters)))
     assert again[0] is first[0], "a copy stays where it is"
     assert cache is not None
 
@@ -67,14 +67,14 @@ def test_a_copy_follows_every_change(change: Callable[[list[nn.Parameter]], None
 def test_one_operation_updates_all_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = weights()
     WeightCache(parameters)
-    rounded(HALF, parameters)
+    round_weights(HALF, parameters)
     calls, plain = [], torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists: calls.append(len(lists[0])) or plain(*lists))
     for _ in range(3):
         optimizer_step(torch.optim.AdamW, fused=True)(parameters)
         for _ in range(2):               # a step has two batches
             for parameter in parameters:
-                rounded(HALF, [parameter])
+                round_weights(HALF, [parameter])
     assert calls == [3, 3, 3]
 
 
@@ -82,18 +82,18 @@ def test_a_copy_that_is_made_in_inference_mode_serves_training() -> None:
     (weight,) = weights(1)
     WeightCache([weight])
     with torch.inference_mode():
-        rounded(HALF, [weight])
-    assert not rounded(HALF, [weight])[0].is_inference()
+        round_weights(HALF, [weight])
+    assert not round_weights(HALF, [weight])[0].is_inference()
 
 
 def test_copies_of_a_weight_have_no_cache() -> None:
     (weight,) = weights(1)
     WeightCache([weight])
-    (rounded_copy,) = rounded(HALF, [weight])
+    (rounded_copy,) = round_weights(HALF, [weight])
     for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
         with torch.no_grad():
             other += 1
-        assert torch.equal(rounded(HALF, [other])[0], other.to(HALF))
+        assert torch.equal(round_weights(HALF, [other])[0], other.to(HALF))
     assert len(pickle.dumps(weight)) < len(pickle.dumps(weight.data)) + 500, "the rounded copy is not pickled"
     assert torch.equal(rounded_copy, weight.to(HALF))
 
@@ -140,7 +140,7 @@ def test_no_second_copy_of_the_weights_lives_until_the_backward_pass(generation:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", HALF):
         loss = head_loss(model.forward_features(x).flatten(0, 1), model.head.weight, x.flatten())
     rounded_weights = [tensor for tensor in saved if tensor.dtype == HALF and tuple(tensor.shape) in shapes]
-    cached_pointers = {copied.data_ptr() for copied in rounded(HALF, model.parameters())} if cached else set()
+    cached_pointers = {copied.data_ptr() for copied in round_weights(HALF, model.parameters())} if cached else set()
     assert all(tensor.data_ptr() in cached_pointers for tensor in rounded_weights)
     assert bool(rounded_weights) == cached
     loss.backward()

@@ -158,8 +158,8 @@ def rows_of(folder: Path, rwkv_lm: Path, name: str) -> list[Row]:
     steps = {"ours": ours(folder, initial, optim), CONTROL: ours(folder, initial, wrong)}
     steps["RWKV-LM in float32"] = authors(folder, rwkv_lm, name, "float32", initial, STEPS)
     rows = []
-    for who, found in gradients.items():
-        values = {} if found is None else {"gradients": apart(found, exact, "gradient: ")}
+    for who, results in gradients.items():
+        values = {} if results is None else {"gradients": apart(results, exact, "gradient: ")}
         losses = steps[who]["losses"], exact_steps["losses"]
         values |= {"first": relative(losses[0][:1], losses[1][:1]), "losses": relative(*losses),
                    "rates": apart(steps[who], exact_steps, "rate: "), "weights": apart(steps[who], exact_steps, "weight: ")}

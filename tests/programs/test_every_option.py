@@ -13,7 +13,7 @@ import pytest
 import torch
 from every_option import OTHER_OPTIONS
 from models import small_model
-from programs import Run, composed, one_sentence
+from programs import Run, compose, one_sentence
 
 from kernels.draw import Filters
 from kernels.draw import __file__ as draw_file
@@ -44,7 +44,7 @@ def test_the_tests_try_every_option() -> None:
 
 @pytest.mark.parametrize("program", SAMPLERS)
 def test_the_command_line_accepts_every_option(program: str) -> None:
-    config = composed(program, "sampling=default", *(f"{name}={format_value(name)}" for name in NAMES))
+    config = compose(program, "sampling=default", *(f"{name}={format_value(name)}" for name in NAMES))
     assert Sampling.from_config(config) == Sampling(**OTHER_OPTIONS)
 
 
@@ -114,16 +114,16 @@ def test_the_filters_in_c_are_options() -> None:
 @pytest.mark.parametrize(("program", "preset"), [*((SAMPLERS[0], preset) for preset in cli.choices("sampling")),
                                                  *((program, "g1_think") for program in SAMPLERS[1:])])
 def test_a_preset_sets_the_options_in_its_file_and_the_user_s_options_override_it(program: str, preset: str) -> None:
-    config = composed(program, f"sampling={preset}", "top_k=7")
+    config = compose(program, f"sampling={preset}", "top_k=7")
     preset_options = cli.preset("sampling", preset)
     assert config.sampling == preset_options.pop("sampling") == preset
     assert Sampling.from_config(config) == Sampling(**{**preset_options, "top_k": 7})
 
 
 def test_the_presets_of_g1_equal_those_of_its_author() -> None:
-    assert Sampling.from_config(composed("chat", "sampling=g1_think")) == Sampling(
+    assert Sampling.from_config(compose("chat", "sampling=g1_think")) == Sampling(
         0.96, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
-    assert Sampling.from_config(composed("serve", "sampling=g1_fake")) == Sampling(1.0, 32, 0.28)
+    assert Sampling.from_config(compose("serve", "sampling=g1_fake")) == Sampling(1.0, 32, 0.28)
 
 
 def test_an_unknown_preset_is_reported_in_one_sentence(run: Run) -> None:

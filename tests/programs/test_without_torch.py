@@ -38,22 +38,22 @@ print(json.dumps([run(command) for command in json.loads(sys.argv[1])]))
 """
 TRAIN = "rwkv.programs.train"
 LORA = (TRAIN, "tune=lora")
-TALKS = ("data=chat", "data.path=talks.jsonl")
+CONVERSATIONS = ("data=chat", "data.path=talks.jsonl")
 SWEEP = (TRAIN, "-m", "seed=0,1", "logger=csv")
 MISTAKES = (
     ((TRAIN, "model.n_layer=two"), "model.n_layer"),
     ((TRAIN, "init_from=nothing.pth"), "nothing.pth"),
-    ((*LORA, *TALKS, "init_from=nothing.pth"), "nothing.pth"),
+    ((*LORA, *CONVERSATIONS, "init_from=nothing.pth"), "nothing.pth"),
     (LORA, "init_from="),
-    ((TRAIN, "tune.objective=dpo", *TALKS), "init_from="),
+    ((TRAIN, "tune.objective=dpo", *CONVERSATIONS), "init_from="),
     ((TRAIN, "init_from=text.txt", "tune.guard=nothing.txt"), "nothing.txt"),
     ((TRAIN, "data=text", "data.path=nothing"), "data.path=nothing"),
     ((TRAIN, "data=binidx"), "NAME.bin"),
     ((TRAIN, "data.tokenizer=nothing.json"), "nothing.json"),
     ((TRAIN, "data.tokenizer=wrong"), "data.tokenizer"),
     ((TRAIN, "data.end_of_text=X"), "data.end_of_text"),
-    ((TRAIN, *TALKS, "data.template=nothing.jinja"), "nothing.jinja"),
-    ((TRAIN, *TALKS, "data.think=true"), "data.think"),
+    ((TRAIN, *CONVERSATIONS, "data.template=nothing.jinja"), "nothing.jinja"),
+    ((TRAIN, *CONVERSATIONS, "data.think=true"), "data.think"),
     ((TRAIN, "data.field=x"), "data.field"),
     ((TRAIN, "trainer.max_steps=3", "trainer.epochs=2"), "trainer.epochs"),
     ((TRAIN, "resume=nothing"), "resume=nothing "),

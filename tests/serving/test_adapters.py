@@ -267,7 +267,7 @@ def test_an_adapter_is_merged_before_weights_are_rounded(folder: Path) -> None:
                          adapters=[f"lora={folder}/lora"])
     opened = open_checkpoint(config)
     (adapter,) = read_adapters(config, opened)
-    assert "int8" in adapter.notes[0]    # the note says what int8 loses of the adapter
+    assert "int8" in adapter.notes[0]    # the note states how much of the training is lost in int8
     served, _ = adapter.load(opened, opened.model())
     with pytest.warns(UserWarning, match="int8"):
         alone = RWKV.from_pretrained(folder / "lora", "reference", dtype="int8")

@@ -303,25 +303,25 @@ def test_fields_that_a_chat_does_not_support_are_named(api: httpx.Client, field:
     assert field in answer.json()["error"]["message"]
 
 
-def talk(api: httpx.Client, message: dict[str, Any]) -> httpx.Response:
+def post(api: httpx.Client, message: dict[str, Any]) -> httpx.Response:
     messages = [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "go on"}]
     return api.post("/chat/completions", json={**CHAT, "messages": messages})
 
 
 def test_messages_with_the_same_meaning_get_the_same_answer(api: httpx.Client) -> None:
     for plain, others in (("hello", SAME), ("", EMPTY)):
-        expected = content(talk(api, {"role": "assistant", "content": plain}))
+        expected = content(post(api, {"role": "assistant", "content": plain}))
         for message in others:
-            assert content(talk(api, message)) == expected, message
-    expected = content(talk(api, {"role": "tool", "content": "hi"}))
+            assert content(post(api, message)) == expected, message
+    expected = content(post(api, {"role": "tool", "content": "hi"}))
     for message in TOOL:
-        assert content(talk(api, message)) == expected, message
-    assert content(talk(api, {"role": "developer", "content": "be"})) == content(
-        talk(api, {"role": "system", "content": "be"}))
+        assert content(post(api, message)) == expected, message
+    assert content(post(api, {"role": "developer", "content": "be"})) == content(
+        post(api, {"role": "system", "content": "be"}))
 
 
 @pytest.mark.parametrize(("message", "param"), WRONG_MESSAGES, ids=lambda each: str(each)[:60])
 def test_messages_that_cannot_be_read_are_named(api: httpx.Client, message: dict[str, Any], param: str) -> None:
-    answer = talk(api, message)
+    answer = post(api, message)
     check_error(answer, param)
     assert answer.status_code == 400

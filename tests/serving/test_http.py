@@ -149,12 +149,12 @@ def request_id(answer: bytes | httpx.Response) -> str:
 def test_each_answer_has_the_requests_id(server: Running, path: str, body: object, status: int) -> None:
     """The id is the client's own or one that the server makes. The log has the ids of errors."""
     own = httpx.post(server.url + path, json=body, headers={"X-Request-Id": f"my-id.{path}:{status}"}, timeout=60)
-    made = [httpx.post(server.url + path, json=body, timeout=60) for _ in range(2)]
-    assert [answer.status_code for answer in (own, *made)] == [status] * 3
+    others = [httpx.post(server.url + path, json=body, timeout=60) for _ in range(2)]
+    assert [answer.status_code for answer in (own, *others)] == [status] * 3
     assert request_id(own) == f"my-id.{path}:{status}"
-    assert len({request_id(answer) for answer in made}) == 2
-    assert all(request_id(answer).startswith("req_") for answer in made)
-    logged = [line for line in server.log.splitlines() if request_id(made[0]) in line]
+    assert len({request_id(answer) for answer in others}) == 2
+    assert all(request_id(answer).startswith("req_") for answer in others)
+    logged = [line for line in server.log.splitlines() if request_id(others[0]) in line]
     assert len(logged) == (status >= 400)
     assert all(str(status) in line and path in line for line in logged)
 
@@ -168,9 +168,9 @@ def test_an_invalid_id_is_not_returned(server: Running) -> None:
 def test_a_request_refused_before_it_is_read_has_an_id(server: Running) -> None:
     assert request_id(server.exchange(b"GET /health HTTP/1.1\r\nx-request-id: mine\r\n\r\n")) == "mine"
     for data in (b"\x16\x03\x01\r\n\r\n", HOST, POST + b"x-request-id: late\r\ncontent-length: 99\r\n\r\n{"):
-        made = request_id(server.exchange(data))
-        assert made == "late" if b"late" in data else made.startswith("req_")
-        assert f" {made}: " in server.log
+        answer_id = request_id(server.exchange(data))
+        assert answer_id == "late" if b"late" in data else answer_id.startswith("req_")
+        assert f" {answer_id}: " in server.log
 
 
 def test_the_log_says_why_a_request_failed_whose_client_went_away(server: Running) -> None:

@@ -92,8 +92,8 @@ def test_a_small_server_names_its_limits(start: Callable[..., Running]) -> None:
         assert answer["usage"]["completion_tokens"] == 3
         check_error(api.post("/completions", json={"prompt": "abcd" * 3, "n": 3, "echo": True, "logprobs": 1}), "echo")
         # Claude Code searches messages for the first phrase, and LiteLLM for the second
-        talk = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "a" * 40}]}
-        for path, body in (("/messages", talk), ("/chat/completions", talk), ("/responses", {"input": "a" * 40})):
+        chat = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": "a" * 40}]}
+        for path, body in (("/messages", chat), ("/chat/completions", chat), ("/responses", {"input": "a" * 40})):
             message = api.post(path, json=body).json()["error"]["message"].lower()
             assert re.search(r"prompt is too long: \d+ tokens > 30 maximum", message)
             assert "this model's maximum context length is 30 tokens" in message

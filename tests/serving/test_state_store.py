@@ -125,15 +125,15 @@ def test_states_are_listed_and_deleted(api: httpx.Client) -> None:
     for state in states:
         assert state.pop("usage")
         assert listed[state["id"]] == ok(api.get(f"/states/{state['id']}")) == state
-    gone = states[0]["id"]
-    assert ok(api.delete(f"/states/{gone}"))["deleted"] is True
-    for answer in (api.get(f"/states/{gone}"), api.get(f"/states/{gone}/content"), api.delete(f"/states/{gone}"),
-                   api.post("/completions", json={"prompt": "a", "state": gone}),
-                   api.post("/states", json={"prompt": "a", "state": gone}),
-                   api.post("/chat/completions", json={"messages": MESSAGES, "state": gone})):
+    state_id = states[0]["id"]
+    assert ok(api.delete(f"/states/{state_id}"))["deleted"] is True
+    for answer in (api.get(f"/states/{state_id}"), api.get(f"/states/{state_id}/content"), api.delete(f"/states/{state_id}"),
+                   api.post("/completions", json={"prompt": "a", "state": state_id}),
+                   api.post("/states", json={"prompt": "a", "state": state_id}),
+                   api.post("/chat/completions", json={"messages": MESSAGES, "state": state_id})):
         check_error(answer)
         assert answer.status_code == 404
-    assert gone not in {state["id"] for state in ok(api.get("/states"))["data"]}
+    assert state_id not in {state["id"] for state in ok(api.get("/states"))["data"]}
 
 
 def test_a_file_is_downloaded_and_a_file_of_generate_is_uploaded(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
@@ -510,9 +510,9 @@ def test_a_folder_may_contain_files_that_no_server_wrote(start: Callable[..., Ru
         for response in (one, two):
             body = {"input": "a", "previous_response_id": response, "max_output_tokens": 1}
             check_error(api.post("/responses", json=body), "previous_response_id")
-        gone = api.post("/completions", json={"prompt": "a", "state": state})
-        check_error(gone, "state")
-        assert "has changed" in gone.json()["error"]["message"]
+        answer = api.post("/completions", json={"prompt": "a", "state": state})
+        check_error(answer, "state")
+        assert "has changed" in answer.json()["error"]["message"]
         assert ok(api.get("/states"))["data"] != []
 
 

@@ -1,7 +1,7 @@
 """Tests of conversations with tools in the template g1, by the official client against the real server, whole and streamed.
 
-The model writes a given answer after each question, and recognises a question by one token, because the vocabulary has a token
-for the end of each prompt. Answers are cut into tokens at random, also within tags, JSON and characters.
+The model writes a fixed answer after each question. It recognises the question by one token, because the vocabulary has a token
+for the end of each prompt. Answers are divided into tokens at random, also within tags, JSON and characters.
 tests/chat/test_calls.py has all forms of calls.
 """
 
@@ -28,11 +28,11 @@ WEATHER = ("weather", {"city": "Oslo"})
 DAY: tuple[str, dict[str, Any]] = ("time_of_day", {})
 
 
-class Talk(NamedTuple):
-    """An answer of the model, and what the client gets of it: `content`, `calls` and `thoughts`, the reasoning_content.
+class Conversation(NamedTuple):
+    """A request with an answer, which the client receives as `content`, `calls` and `thoughts`, the reasoning_content.
 
-    `written` is what the model writes after `given`, the beginning of the answer that the prompt has. `options` are those of
-    the request. `reason` is the finish reason: by default tool_calls if there are calls, and otherwise stop.
+    The prompt ends with `given`, the beginning of the answer, and the model writes `written`. `options` are those of the
+    request. `reason` is the finish reason: by default tool_calls if there are calls, and otherwise stop.
     """
 
     written: str
@@ -44,29 +44,30 @@ class Talk(NamedTuple):
     thoughts: str = ""
 
 
-TALKS = {
-    "a call in a fence": Talk(f" ```json\n{OSLO}\n```", "", [WEATHER]),
-    "prose around a call": Talk(f" I look.\n\n{OSLO}\n\nOne moment.", "I look.\nOne moment.", [WEATHER]),
-    "several tags, none closed": Talk(f" <tool_call>{TIME}\n<tool_call>{OSLO}\n<tool_call>{TIME}", "", [DAY, WEATHER, DAY]),
-    "several, one is wanted": Talk(f" {TIME}\n{OSLO} and more", "", [DAY], options={"parallel_tool_calls": False}),
-    "several, one is wanted and the rest is cut": Talk(f" {OSLO}\n{TIME[:9]}", "", [WEATHER], "tool_calls",
-                                                       {"parallel_tool_calls": False, "max_tokens": 11}),
-    "unicode": Talk(' {"name": "weather", "arguments": {"city": "Ålesund ☔ \\u96e8 東京", "ü": "🌧"}}', "",
-                    [("weather", {"city": "Ålesund ☔ 雨 東京", "ü": "🌧"})]),
-    "cut off after a call": Talk(f" [{OSLO}]\n{OSLO[:-3]}", OSLO[:-3], [WEATHER], "length"),
-    "the function is named": Talk('{"city":"Oslo"}}\n```\n\nMore.', "", [WEATHER], options={"tool_choice": NAMED},
-                                  given=' ```json\n{"name":"weather","arguments":'),
-    "a call is required": Talk('time_of_day","arguments":{}}\n```\n', "", [DAY], options={"tool_choice": "required"},
-                               given=' ```json\n{"name":"'),
-    "thoughts before a call": Talk(f" <think>\nDo I say {OSLO} now?\n</think>\n```json\n{TIME}\n```", "", [DAY],
-                                   thoughts=f"Do I say {OSLO} now?"),
-    "thoughts that are asked for": Talk(f">\nOr {TIME}?\n</think>\n{OSLO}", "", [WEATHER], given=" <think",
-                                        thoughts=f"Or {TIME}?", options={"extra_body": {"enable_thinking": True}}),
-    "thoughts that do not end": Talk(f" <think>\nIs it {OSLO}", "", reason="length", thoughts=f"Is it {OSLO}"),
-    "words between calls": Talk(f" First:\n{OSLO} then:\n<tool_call>{TIME}</tool_call>\n\ndone.", "First:\nthen:\ndone.",
-                                [WEATHER, DAY]),
+CONVERSATIONS = {
+    "a call in a fence": Conversation(f" ```json\n{OSLO}\n```", "", [WEATHER]),
+    "prose around a call": Conversation(f" I look.\n\n{OSLO}\n\nOne moment.", "I look.\nOne moment.", [WEATHER]),
+    "several tags, none closed": Conversation(f" <tool_call>{TIME}\n<tool_call>{OSLO}\n<tool_call>{TIME}", "",
+                                              [DAY, WEATHER, DAY]),
+    "several, one is wanted": Conversation(f" {TIME}\n{OSLO} and more", "", [DAY], options={"parallel_tool_calls": False}),
+    "several, one is wanted and the rest is cut": Conversation(f" {OSLO}\n{TIME[:9]}", "", [WEATHER], "tool_calls",
+                                                               {"parallel_tool_calls": False, "max_tokens": 11}),
+    "unicode": Conversation(' {"name": "weather", "arguments": {"city": "Ålesund ☔ \\u96e8 東京", "ü": "🌧"}}', "",
+                            [("weather", {"city": "Ålesund ☔ 雨 東京", "ü": "🌧"})]),
+    "cut off after a call": Conversation(f" [{OSLO}]\n{OSLO[:-3]}", OSLO[:-3], [WEATHER], "length"),
+    "the function is named": Conversation('{"city":"Oslo"}}\n```\n\nMore.', "", [WEATHER], options={"tool_choice": NAMED},
+                                          given=' ```json\n{"name":"weather","arguments":'),
+    "a call is required": Conversation('time_of_day","arguments":{}}\n```\n', "", [DAY], options={"tool_choice": "required"},
+                                       given=' ```json\n{"name":"'),
+    "thoughts before a call": Conversation(f" <think>\nDo I say {OSLO} now?\n</think>\n```json\n{TIME}\n```", "", [DAY],
+                                           thoughts=f"Do I say {OSLO} now?"),
+    "thoughts that are asked for": Conversation(f">\nOr {TIME}?\n</think>\n{OSLO}", "", [WEATHER], given=" <think",
+                                                thoughts=f"Or {TIME}?", options={"extra_body": {"enable_thinking": True}}),
+    "thoughts that do not end": Conversation(f" <think>\nIs it {OSLO}", "", reason="length", thoughts=f"Is it {OSLO}"),
+    "words between calls": Conversation(f" First:\n{OSLO} then:\n<tool_call>{TIME}</tool_call>\n\ndone.",
+                                        "First:\nthen:\ndone.", [WEATHER, DAY]),
 }
-NAMES = [*TALKS]
+NAMES = [*CONVERSATIONS]
 MODEL = "rwkv7-g1k-tiny"                 # models of this series have the template g1
 RESULT = "Q99 rain"                      # the prompt ends with this text if it is a tool's result
 LAST = " It rains in Oslo."
@@ -96,9 +97,10 @@ def rows() -> dict[str, list[bytes]]:
     """Returns for each question a token for the prompt's end, the answer's tokens, and a token that begins another turn."""
     random = Random(1)
     used = {bytes([value]) for value in range(256)}
-    talks = {**{question(name): talk for name, talk in TALKS.items()}, RESULT: Talk(LAST, LAST)}
-    return {prompt: [f"{prompt}\n\nAssistant:{talk.given}".encode(), *pieces_of(talk.written.encode(), used, random),
-                     f"\n\nUser: After {prompt}".encode()] for prompt, talk in talks.items()}
+    by_question = {question(name): conversation for name, conversation in CONVERSATIONS.items()}
+    return {prompt: [f"{prompt}\n\nAssistant:{conversation.given}".encode(),
+                     *pieces_of(conversation.written.encode(), used, random), f"\n\nUser: After {prompt}".encode()]
+            for prompt, conversation in {**by_question, RESULT: Conversation(LAST, LAST)}.items()}
 
 
 ROWS = rows()
@@ -121,7 +123,7 @@ def request_of(name: str) -> dict[str, Any]:
     """
     length = len(ROWS[question(name)]) - 2
     return {"model": MODEL, "messages": [{"role": "user", "content": question(name)}], "temperature": 0, "tools": TOOLS,
-            "max_tokens": length + (TALKS[name].reason != "length"), **TALKS[name].options}
+            "max_tokens": length + (CONVERSATIONS[name].reason != "length"), **CONVERSATIONS[name].options}
 
 
 Outcome = tuple[str, str, list[tuple[str, str]], str]    # thoughts, content, names and arguments of calls, the finish reason
@@ -157,11 +159,11 @@ def ask_streamed(client: "openai.OpenAI", **request: Any) -> Outcome:
 @pytest.mark.programs
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conversation_whole_and_streamed(client: "openai.OpenAI", name: str) -> None:
-    talk, request = TALKS[name], request_of(name)
+    conversation, request = CONVERSATIONS[name], request_of(name)
     thoughts, content, calls, reason = ask_whole(client, **request)
-    assert (thoughts, content) == (talk.thoughts, talk.content)
-    assert [(function, json.loads(arguments)) for function, arguments in calls] == [*talk.calls]
-    assert reason == (talk.reason or ("tool_calls" if talk.calls else "stop"))
+    assert (thoughts, content) == (conversation.thoughts, conversation.content)
+    assert [(function, json.loads(arguments)) for function, arguments in calls] == [*conversation.calls]
+    assert reason == (conversation.reason or ("tool_calls" if conversation.calls else "stop"))
     assert ask_streamed(client, **request) == (thoughts, content, calls, reason)
 
 

@@ -127,7 +127,8 @@ def test_the_template_gets_tools_calls_and_results(tool_client: "openai.OpenAI",
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Osl', "Oslo", "[1]", "3", "", "null", None])
-def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_talk(tool_client: "openai.OpenAI", arguments: str | None) -> None:
+def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_conversation(tool_client: "openai.OpenAI",
+                                                                           arguments: str | None) -> None:
     """The model sees the arguments and the tool's error message.
 
     A template may iterate over arguments, as Qwen3-Coder's does.

@@ -1,6 +1,6 @@
-"""Tests of what a tokenizer loses of a text.
+"""Tests the count of the bytes that a tokenizer loses.
 
-The loss is counted by decoding, unless the tokenizer's definition tells that nothing is lost.
+Texts are decoded and compared, unless the tokenizer's definition implies that nothing is lost.
 """
 
 import json
@@ -120,12 +120,12 @@ def test_a_token_that_strips_adjacent_spaces_loses_them() -> None:
 
 @given(st.lists(st.sampled_from(["the ", "dog", "Ä", "é", "\n", "  ", "(x)", "你好", "NAÏVE "]), max_size=60).map("".join),
        st.sets(st.sampled_from("theodgx()\n äÄé你NAÏVE")), st.sampled_from([8, 64, lost_bytes.WINDOW]))
-def test_omitted_characters_are_counted_whatever_the_windows(text: str, gone: set[str], window: int) -> None:
+def test_omitted_characters_are_counted_whatever_the_windows(text: str, omitted: set[str], window: int) -> None:
     """The number is exact if the text fits into one window.
 
     Otherwise the ambiguous ends of some windows may be counted, too.
     """
-    rest = "".join(character for character in text if character not in gone)
+    rest = "".join(character for character in text if character not in omitted)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lost_bytes, "WINDOW", window)
         missing = missing_bytes(text.encode(), rest.encode())

@@ -84,8 +84,8 @@ def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tok
 
 
 def test_json_that_is_evaluated_as_plain_text_is_announced(run: Run) -> None:
-    Path("talks.json").write_text('[\n {"messages": []}]')
-    for data, announced in (("talks.json", True), ("text.txt", False)):
+    Path("conversations.json").write_text('[\n {"messages": []}]')
+    for data, announced in (("conversations.json", True), ("text.txt", False)):
         status, _, error = run("evaluate", "checkpoint=bytes.ckpt", "kernel=conv1d", f"data.path={data}")
         assert (status, f"WARNING: {data} is JSON" in error) == (0, announced)
 
@@ -333,12 +333,12 @@ def test_ctrl_c_ends_the_program_without_a_result(tmp_path: Path) -> None:
 
 def test_answers_are_scored_alone(tmp_path: Path) -> None:
     """Scores of a padded batch in short passes match a pass over each conversation alone."""
-    talks = [("a", "b"), ("a longer question", "and an answer"), ("c", "d")]
+    conversations = [("a", "b"), ("a longer question", "and an answer"), ("c", "d")]
     path = tmp_path / "talks.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": question, "completion": answer}) for question, answer in talks))
+    path.write_text("\n".join(json.dumps({"prompt": question, "completion": answer}) for question, answer in conversations))
     model, tokenizer = small_model(generation="rwkv7", vocab_size=256), ByteTokenizer()
     expected, count = 0.0, 0
-    for question, answer in talks:
+    for question, answer in conversations:
         prompt, answer_bytes = f"User: {question}\n\nAssistant:".encode(), f" {answer}\n\n\0".encode()
         ids = torch.tensor([[*prompt, *answer_bytes]])
         with torch.no_grad():
@@ -353,8 +353,8 @@ def test_answers_are_scored_alone(tmp_path: Path) -> None:
 
 @pytest.mark.programs
 def test_conversations_are_rendered_with_the_checkpoint_s_template(run: Run) -> None:
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"}]
-    Path("talks.jsonl").write_text(json.dumps({"messages": talk}))
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"}]
+    Path("talks.jsonl").write_text(json.dumps({"messages": conversation}))
     model = small_model(generation="rwkv7", vocab_size=256)
     for name, answer in (("rwkv7-g1k-0.1b.safetensors", " <think>\nc\n</think>\nb\n\n"), ("other.safetensors", " b\n\n")):
         model.save_pretrained(name, ByteTokenizer())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import METHOD, free_port, preloaded
+from forked import METHOD, free_port, preloaded_context
 from torch import distributed, multiprocessing
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -123,7 +123,7 @@ def end_at_first_start(folder: Path) -> None:
 
 @pytest.mark.soak
 def test_processes_that_a_launcher_starts_again_find_each_other(tmp_path: Path) -> None:
-    preloaded()
+    preloaded_context()
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, run_id=uuid.uuid4().hex,
                           rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", start_method=METHOD,
                           logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path / "logs")))
@@ -145,7 +145,7 @@ def test_a_signal_ends_a_process_that_waits_for_others(number: int) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
-        process = preloaded().Process(target=connect_alone, args=listening.getsockname())
+        process = preloaded_context().Process(target=connect_alone, args=listening.getsockname())
         process.start()
         connection, _ = listening.accept()
         os.kill(process.pid, number)
@@ -155,7 +155,7 @@ def test_a_signal_ends_a_process_that_waits_for_others(number: int) -> None:
 
 
 def test_an_invalid_address_is_a_user_s_mistake() -> None:
-    process = preloaded().Process(target=connect_alone, args=("no such host", 1))
+    process = preloaded_context().Process(target=connect_alone, args=("no such host", 1))
     process.start()
     process.join(60)
     assert process.exitcode == cli.USER_ERROR

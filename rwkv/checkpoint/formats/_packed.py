@@ -118,7 +118,7 @@ def _stored_parts(name: str, shape: tuple[int, ...], format: str, packed: Callab
 def tensors_by_input(content: Outgoing) -> list[Stored]:
     """Returns the tensors to write, with each matrix that has sparse inputs transposed and renamed NAME.by_input."""
     sparse = _names_with_sparse_inputs(content)
-    return [tensor.transposed().renamed(name + BY_INPUT) if name.endswith(sparse) else tensor
+    return [tensor.transpose().rename(name + BY_INPUT) if name.endswith(sparse) else tensor
             for name, tensor in content.tensors.items()]
 
 
@@ -134,7 +134,7 @@ def by_output(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def _transpose_back(tensor: Stored) -> Stored:
-    return replace(tensor.transposed(), name=tensor.name.removesuffix(BY_INPUT), by_input=True)
+    return replace(tensor.transpose(), name=tensor.name.removesuffix(BY_INPUT), by_input=True)
 
 
 def require_known_version(path: Path, entry: JsonObject | None) -> None:

@@ -28,7 +28,7 @@ from rwkv.chat.metadata import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
 from rwkv.checkpoint import card
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import LAYOUTS, _torch_file, pth, require_no_pointer, safetensors
-from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unknown_key_notes
+from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported_names, unknown_key_notes
 from rwkv.checkpoint.lazy_tensors import same_numbers
 from rwkv.checkpoint.location import ADAPTER, SHARD, WEIGHT_SUFFIXES
 from rwkv.errors import CheckpointError, UserError
@@ -217,7 +217,7 @@ def _config(path: Path) -> tuple[JsonObject, ModuleType]:
         expected = " or ".join(repr(module.HUGGING_FACE_TYPE) for module in generations())
         version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "not an RWKV"
         raise CheckpointError(f"{path.parent} is {version} checkpoint: config.json has model_type {kind!r}, but {expected} is "
-                              f"expected. This program runs {supported()}")
+                              f"expected. This program runs {supported_names()}")
     return config, generation
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from shlex import quote
 
 from rwkv.errors import UserError
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 
 LINE_ENDS = "\r\n"
 MARK = re.compile(r"<(?:\|(?:end|eo|EO)[\w ]{0,24}\|>|\|\w{1,20}_(?:end|sep)\|>|/s>|end_of_\w{1,12}>|eo[std]>|EO[STD]>"
@@ -29,10 +29,10 @@ def describe(counts: Mapping[str, int], takes_separator: bool) -> str:
     """
     mark, times = max(counts.items(), key=lambda item: item[1])
     others = len(counts) - 1
-    more = f", as do {counted(others, 'similar mark')}" if others else ""
+    more = f", as do {count_of(others, 'similar mark')}" if others else ""
     remedy = (f"If {mark} ends documents, pass data.separator={quote(mark)}" if takes_separator else
               f"If {mark} ends documents, remove it from the texts, because each text already is one document")
-    return f"{mark} occurs {counted(times, 'time')} in the texts{more}, and is learnt as ordinary text. {remedy}"
+    return f"{mark} occurs {count_of(times, 'time')} in the texts{more}, and is learnt as ordinary text. {remedy}"
 
 
 def separate(texts: Iterable[tuple[Iterable[str], str, int | None]], separator: str, path: str) -> Iterator[Text]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rwkv.errors import UserError
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 
 SPLIT_SEED = 0
 CHUNK = 1 << 16                          # characters per chunk
@@ -95,5 +95,5 @@ def validation_begins(characters: int, fraction: float, where: str) -> int:
     cut = int(characters * (1 - fraction))
     if not 0 < cut < characters:
         raise UserError(f"{where} is too short to split into training and validation: it has "
-                        f"{counted(characters, 'character')}. Use a longer text")
+                        f"{count_of(characters, 'character')}. Use a longer text")
     return cut

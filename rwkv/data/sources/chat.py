@@ -44,7 +44,7 @@ from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.compressed import COMPRESSED
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 
 PATH = "a .jsonl or .jsonl.gz file of conversations, a folder of them, or a pattern"
 LOCAL = True
@@ -60,7 +60,7 @@ ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant"
          "developer": "system", "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
          "tool_response": "tool", "ipython": "tool", "function_call": "assistant", "tool_call": "assistant"}
 CALLS = ("function_call", "tool_call")   # roles whose text is a tool call, or a list of calls, in JSON
-# fields of an assistant's message that may stand in place of its content
+# fields of an assistant's message that may replace its content
 INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content", "reasoning")
 
 
@@ -158,7 +158,7 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
                 pending.clear()
     if learnt < 2:
         more = f" with an answer to learn, and {others} without (the first: {first_omitted})" if others else ""
-        content = f"{counted(learnt, 'pair')} of answers" if pairs else counted(learnt, "conversation")
+        content = f"{count_of(learnt, 'pair')} of answers" if pairs else count_of(learnt, "conversation")
         raise UserError(f"data.path={config.path} has {content}{more}, but at least two are required: one for training "
                         "and one for validation")
     yield from (conversation._replace(val=conversation.val != conversation.moved, moved=False) for conversation in pending)

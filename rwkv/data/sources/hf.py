@@ -18,7 +18,7 @@ from rwkv.data.sources.jsonl import between_separators
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 
 PATH = ("a .parquet, .arrow, .json, .csv or .tsv file, a folder or a pattern of them, a folder that save_to_disk made, or the "
         "name of a dataset on the Hugging Face Hub")
@@ -41,7 +41,7 @@ def source(config: DataConfig, cache: Path) -> Source:
     def documents() -> Iterator[Any]:
         return split_documents(between_separators(_texts(dataset, config), config), config.val_fraction, str(config.path))
 
-    about = f"{config.path}, split {config.split}, {counted(len(dataset), 'row')}, column {config.field}"
+    about = f"{config.path}, split {config.split}, {count_of(len(dataset), 'row')}, column {config.field}"
     identity = sha256([config.field, *filter(None, [config.separator]), config.split, str(len(dataset)),
                        *_content_hashes(dataset, config, cache)])
     return Source(documents, about, identity, int(dataset.data.nbytes))

@@ -15,7 +15,7 @@ from rwkv.data.files import Content, contents, find_files, names_and_hashes
 from rwkv.data.sources.jsonl import begins_with_object
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.io.utf8 import chunks
 
 PATH = "a text file in UTF-8, a folder of .txt files, or a pattern such as books/**/*.md"
@@ -53,7 +53,7 @@ def _single_file_source(files: list[tuple[str, Path]], content: Content, val_fra
 
     size = path.stat().st_size
     bounds = (size - (content.characters - cut) + 1, size - cut + 1)
-    equal = f" (without {counted(copies, 'file')} with identical text)" if copies else ""
+    equal = f" (without {count_of(copies, 'file')} with identical text)" if copies else ""
     about = f"{path.name}{equal}, the last {100 * val_fraction:g} % for validation"
     return Source(documents, about, content.sha256, size, bounds)
 

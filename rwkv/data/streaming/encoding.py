@@ -16,7 +16,7 @@ from rwkv.data.shards import BATCH, Piece, dtype_of, encode_batch
 from rwkv.data.streaming.streams import Position, Row, Stream, open_stream
 from rwkv.data.token_array import TokensInMemory
 from rwkv.errors import UserError
-from rwkv.io.lines import counted, labelled_line
+from rwkv.io.lines import count_of, labelled_line
 from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -63,7 +63,7 @@ def hold_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[Stream, Streamed
     rows = list(itertools.islice(reader, config.val_documents))
     begins, read = reader.position(), reader.size
     if next(reader, None) is None:
-        raise UserError(f"data.path={config.path} has {counted(len(rows), 'document')}, but the first "
+        raise UserError(f"data.path={config.path} has {count_of(len(rows), 'document')}, but the first "
                         f"data.val_documents={config.val_documents} are for validation, so none are left for training. Lower "
                         "data.val_documents")
     encoded = TextEncoder(stream, tokenizer, config.separator).encode(rows)

@@ -134,7 +134,7 @@ class Lanes:
                             "Restore the data and continue the run with resume=auto")
         digest = hashlib.blake2b(digest_size=8)
         for row in rows:
-            content = row.encoded()
+            content = row.encode()
             digest.update(len(content).to_bytes(8, "little") + content)
         if self._expected and self._expected.popleft() != digest.hexdigest():
             where = f" at {rows[0].where}" if rows else ""
@@ -240,7 +240,7 @@ class StreamLoader:
         self._state = state
         common = self.layout.rows * self.layout.world
         done = state["turns"]["drawn"] // common if state else 0
-        read = DataLoader(Batches(**self.arguments, state=state), None, num_workers=self.num_workers, collate_fn=_unchanged,
+        read = DataLoader(Batches(**self.arguments, state=state), None, num_workers=self.num_workers, collate_fn=_identity,
                           worker_init_fn=self.init_worker, generator=torch.Generator().manual_seed(0))
         for batch, after in itertools.islice(read, self.batches - done):
             self._state = after
@@ -265,7 +265,7 @@ class StreamLoader:
         self._continues = self._state is not None
 
 
-def _unchanged(item: Item) -> Item:
+def _identity(item: Item) -> Item:
     return item
 
 

@@ -22,7 +22,7 @@ from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.compressed import BROKEN, decompressed_stream
 from rwkv.io.json_lines import parse
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.io.utf8 import open_file
 
 ENDS = 1 << 16                           # bytes to hash at the beginning and at the end of a file, to identify the file
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     content: bytes | str | None
     where: str
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         return self.content if isinstance(self.content, bytes) else (self.content or "").encode(errors="surrogatepass")
 
 
@@ -94,7 +94,7 @@ class JsonLines(Stream):
         return LineReader(self.files, *(position or (0, 0, 0)))
 
     def text(self, row: Row) -> str:
-        return jsonl.text_in(parse(row.encoded(), row.where), self.field, row.where)
+        return jsonl.text_in(parse(row.encode(), row.where), self.field, row.where)
 
 
 class LineReader(Reader):
@@ -189,7 +189,7 @@ class DatasetReader(Reader):
         except StopIteration:
             raise
         except Exception as error:       # the library raises exceptions of many classes
-            raise UserError(f"reading data.path={self._config.path} failed after {counted(self._number, 'row')}: "
+            raise UserError(f"reading data.path={self._config.path} failed after {count_of(self._number, 'row')}: "
                             f"{hf.reason(error)}. Continue the run with resume=auto") from None
         self._number += 1
         return Row(row[self._config.field], f"{self._config.path}, row {self._number - 1}")

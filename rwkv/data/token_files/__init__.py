@@ -27,7 +27,7 @@ from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write, write_json
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.io.utf8 import open_file
 from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -263,7 +263,7 @@ def _validation_start(places: np.ndarray, tokens: int, val_fraction: float, path
         first = int(np.clip(np.searchsorted(places, target), 1, len(places) - 1))
         return int(places[first]), first
     if not 0 < target < tokens:
-        raise UserError(f"{path} is too short to split into training and validation: it has {counted(tokens, 'id')}. Use a "
+        raise UserError(f"{path} is too short to split into training and validation: it has {count_of(tokens, 'id')}. Use a "
                         "longer file")
     return target, 1
 

@@ -74,7 +74,7 @@ class Matcher:
         self._end = vocabulary.ends[0]
         self._ends = {*vocabulary.ends, *{*stop_tokens}.intersection(vocabulary.special_token_ids)}
 
-    def allowed(self) -> bytearray | None:
+    def allowed_mask(self) -> bytearray | None:
         """Returns a mask of the allowed next tokens, or None if no token is allowed.
 
         The mask has one bit per token, which is 1 if the token is allowed. The lowest bit of each byte comes first.
@@ -173,7 +173,7 @@ def _walk(libraries: Sequence[LibraryMatcher], vocab: Vocabulary, grammar: Gramm
     matcher = Matcher([library.deep_copy() for library in libraries], vocab)
     text = b""
     for step in range(steps):
-        mask = matcher.allowed()
+        mask = matcher.allowed_mask()
         if mask is None:
             if matcher.too_complex:
                 return False
@@ -201,7 +201,7 @@ def _dead_end_reason(grammar: Grammar, text: bytes, vocab: Vocabulary, error: st
     libraries = [_library(each, BYTES) for each in (grammar, grammar.with_finite_numbers()) if each]
     matcher = Matcher([library.deep_copy() for library in libraries], vocabulary(BYTES))
     n = 0
-    while (mask := matcher.allowed()) and n < len(text) and mask[text[n] // 8] >> text[n] % 8 & 1:
+    while (mask := matcher.allowed_mask()) and n < len(text) and mask[text[n] // 8] >> text[n] % 8 & 1:
         matcher.push(text[n])
         n += 1
     prefix = text[:n].decode(errors="replace")[-40:]

@@ -72,11 +72,11 @@ def _negation(pattern: str) -> str | None:
         whole = {text for text in literal.split("|") if text.endswith("$")}
         return f"^{exclusion_pattern({*literal.split('|')} - whole, {text[:-1] for text in whole})}$"
     if CONTAINED.fullmatch(pattern):
-        first, *second = map(escaped, literal.removeprefix(".*"))
+        first, *second = map(escape_text, literal.removeprefix(".*"))
         if not second:
             return f"^[^{NUL}{first}]*$"
-        begun = first if second == [first] else f"{first}+"
-        return f"^([^{NUL}{first}]|{begun}[^{NUL}{first}{second[0]}])*({begun})?$"
+        beginning = first if second == [first] else f"{first}+"
+        return f"^([^{NUL}{first}]|{beginning}[^{NUL}{first}{second[0]}])*({beginning})?$"
     if match := CONTAINED_CLASS.fullmatch(pattern):
         return rust_pattern(f"^[{'' if match[1] else '^'}{match[2]}]*$")
     if match := ONLY_CLASS.fullmatch(pattern):
@@ -122,7 +122,7 @@ def rust_pattern(pattern: str) -> str:
     return "".join(output)
 
 
-def escaped(text: str) -> str:
+def escape_text(text: str) -> str:
     return "".join(character if character.isascii() and character.isalnum() else f"\\u{{{ord(character):x}}}"
                    for character in text)
 
@@ -140,7 +140,7 @@ def exclusion_pattern(beginnings: set[str], texts: set[str]) -> str:
     may_end = "" not in texts
     if not following:
         return "(?s:.*)" if may_end else "(?s:.+)"
-    alternatives = [f"{escaped(first)}{exclusion_pattern(*rests)}"
+    alternatives = [f"{escape_text(first)}{exclusion_pattern(*rests)}"
                     for first, rests in sorted(following.items()) if "" not in rests[0]]
-    alternatives.append(f"[^{NUL}{''.join(map(escaped, sorted(following)))}](?s:.*)")
+    alternatives.append(f"[^{NUL}{''.join(map(escape_text, sorted(following)))}](?s:.*)")
     return f"({'|'.join(alternatives)}){'?' if may_end else ''}"

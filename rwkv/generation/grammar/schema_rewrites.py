@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from rwkv.errors import UserError
-from rwkv.generation.grammar.patterns import escaped, exclusion_pattern, rust_pattern, rust_patterns
+from rwkv.generation.grammar.patterns import escape_text, exclusion_pattern, rust_pattern, rust_patterns
 from rwkv.generation.grammar.schema_checks import (
     ALONE,
     BY_NAME,
@@ -79,7 +79,7 @@ def allows_unbounded_numbers(schema: object) -> bool:
 def _name_properties(schema: Any, root: Schema) -> Any:
     """Returns the schema in which `properties` has the names that propertyNames lists, there and in all nested schemas.
 
-    Pydantic describes a dict with an Enum or a Literal as its keys by propertyNames, as zod describes a record.
+    Pydantic uses propertyNames for a dict whose keys are an Enum or a Literal, and zod uses it for a record.
     """
     if not isinstance(schema, Mapping):
         return schema
@@ -281,7 +281,7 @@ class _Rewriter:
         properties = rules.get("properties", {})
         rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
         if self._late_names is not None:                 # each merged schema must allow the names declared in the others
-            possible = "|".join([exclusion_pattern(self._late_names, set()), *map(escaped, sorted(self._declared))])
+            possible = "|".join([exclusion_pattern(self._late_names, set()), *map(escape_text, sorted(self._declared))])
         else:
             possible = exclusion_pattern(late_names, names)
         rules["patternProperties"] = {f"^({possible})$": other}
@@ -291,7 +291,7 @@ class _Rewriter:
         properties = {name: rules.get("properties", {}).get(name, True)
                       for name in (*rules.get("properties", ()), *rules.get("required", ()))}
         for name in names:
-            if not self._is_empty([pattern, f"^{escaped(name)}$"]):
+            if not self._is_empty([pattern, f"^{escape_text(name)}$"]):
                 properties[name] = schema if properties[name] is True else {"allOf": [properties[name], schema]}
         rules["properties"] = {name: sub for name, sub in properties.items()
                                if name in rules.get("properties", ()) or sub is not True}

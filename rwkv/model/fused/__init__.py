@@ -21,7 +21,7 @@ from kernels.operator import PLAIN
 from rwkv.model.first_derivative import Context, first_derivative
 from rwkv.model.fused.backend import backend_for
 from rwkv.model.hooks import is_unmodified
-from rwkv.model.weight_cache import rounded, tensors_to_save
+from rwkv.model.weight_cache import round_weights, tensors_to_save
 
 WIDE_PRODUCTS = ("cuda",)                # devices whose half-precision products can return float32
 Tensors = tuple[Tensor, ...]
@@ -159,7 +159,7 @@ def squared_relu_linear(layer: nn.Module, x: Tensor) -> Tensor:
 class _SquaredReluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
-        (multiplied,) = rounded(dtype, (weight,))
+        (multiplied,) = round_weights(dtype, (weight,))
         ctx.save_for_backward(x, *tensors_to_save((weight,), (multiplied,)))
         ctx.dtype, ctx.weight_dtype = dtype, weight.dtype
         return linear(squared_relu(x).to(dtype), multiplied)
@@ -168,7 +168,7 @@ class _SquaredReluLinear(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> tuple[None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        (weight,) = rounded(ctx.dtype, (weight,))
+        (weight,) = round_weights(ctx.dtype, (weight,))
         grad_square, grad_weight = product_backward(grad, squared_relu(x).to(ctx.dtype), weight, ctx.weight_dtype)
         return None, squared_relu_backward(grad_square.to(x.dtype), x), grad_weight
 
@@ -199,7 +199,7 @@ class _MixedProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, *others: Tensor) -> Tensors:
         mus, weights = others[:len(others) // 2], others[len(others) // 2:]
-        multiplied = rounded(dtype, weights)
+        multiplied = round_weights(dtype, weights)
         saved, mixes = mix(dtype, x, last_x, mus)
         ctx.save_for_backward(*mixes, *tensors_to_save(weights, multiplied), *saved)
         ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
@@ -209,7 +209,7 @@ class _MixedProducts(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         n, saved = len(grads), ctx.saved_tensors
-        weights = rounded(ctx.dtype, saved[n:2 * n])
+        weights = round_weights(ctx.dtype, saved[n:2 * n])
         products = [product_backward(grad, x, weight, ctx.weight_dtype)
                     for grad, x, weight in zip(grads, saved[:n], weights, strict=True)]
         grad_mixes, grad_weights = zip(*products, strict=True)

@@ -60,7 +60,7 @@ def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, mus: Tensors, t
                *gradients: Tensor | None) -> None:
     _, T, C = x.shape
     native.run(f"mixes_{direction}_{MIXES[x.dtype, mixes[0].dtype]}", threads(x), x.numel() // C, T, C, len(mus), to_previous,
-               x, last_x, *padded(mus, MAX_MIXES), *padded(mixes, MAX_MIXES), *gradients)
+               x, last_x, *pad_to(mus, MAX_MIXES), *pad_to(mixes, MAX_MIXES), *gradients)
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
@@ -72,7 +72,7 @@ def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
     return out
 
 
-def padded(tensors: Tensors, n: int) -> tuple[Tensor | None, ...]:
+def pad_to(tensors: Tensors, n: int) -> tuple[Tensor | None, ...]:
     """Returns n arguments: the tensors, then None as often as needed."""
     return *tensors, *[None] * (n - len(tensors))
 

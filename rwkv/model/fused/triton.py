@@ -46,7 +46,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
     _, T, C = x.shape
     rows = x.numel() // C
     mixes = x.new_empty(len(mus), *x.shape, dtype=dtype)
-    launch(_mix, (triton.cdiv(rows, ROWS), triton.cdiv(C, BLOCK)), x, or_unused(last_x, x), *padded(mus, MAX_MIXES), mixes,
+    launch(_mix, (triton.cdiv(rows, ROWS), triton.cdiv(C, BLOCK)), x, or_unused(last_x, x), *pad_to(mus, MAX_MIXES), mixes,
            rows, T, C, len(mus), last_x is not None, to_previous, ROWS, BLOCK, num_warps=4)
     return (x, last_x, *mus), mixes.unbind()
 
@@ -60,8 +60,8 @@ def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool) -> tup
     grad_x = torch.empty_like(x)
     grad_last_x = None if last_x is None else torch.empty_like(last_x)
     sums = x.new_empty(programs, len(mus), C, dtype=torch.float32)
-    launch(_mix_backward, (programs, triton.cdiv(C, BLOCK)), x, or_unused(last_x, x), *padded(tuple(mus), MAX_MIXES),
-           *padded(contiguous(*grads), MAX_MIXES), grad_x, or_unused(grad_last_x, x), sums,
+    launch(_mix_backward, (programs, triton.cdiv(C, BLOCK)), x, or_unused(last_x, x), *pad_to(tuple(mus), MAX_MIXES),
+           *pad_to(contiguous(*grads), MAX_MIXES), grad_x, or_unused(grad_last_x, x), sums,
            rows, T, C, len(mus), last_x is not None, to_previous, ROWS_BACK, BLOCK, num_warps=8)
     return grad_x, grad_last_x, *sums.sum(0).view(len(mus), 1, 1, C).unbind()
 
@@ -91,7 +91,7 @@ def or_unused(tensor: Tensor | None, unused: Tensor) -> Tensor:
     return unused if tensor is None else tensor
 
 
-def padded(tensors: Sequence[Tensor], n: int) -> Tensors:
+def pad_to(tensors: Sequence[Tensor], n: int) -> Tensors:
     """Returns n tensors: the given tensors, then repetitions of the first tensor, which the kernel does not read."""
     return *tensors, *[tensors[0]] * (n - len(tensors))
 

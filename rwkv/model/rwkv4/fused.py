@@ -16,7 +16,7 @@ from rwkv.model.fused import (
     squared_relu,
     squared_relu_backward,
 )
-from rwkv.model.weight_cache import rounded, tensors_to_save
+from rwkv.model.weight_cache import round_weights, tensors_to_save
 
 
 def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         gate = torch.sigmoid(gate)
-        (multiplied,) = rounded(gate.dtype, (weight,))
+        (multiplied,) = round_weights(gate.dtype, (weight,))
         gated = gate * x
         ctx.save_for_backward(gate, x, gated, *tensors_to_save((weight,), (multiplied,)))
         ctx.weight_dtype = weight.dtype
@@ -45,7 +45,7 @@ class _GatedProduct(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> Tensors:
         gate, x, gated, weight = ctx.saved_tensors
-        (weight,) = rounded(gate.dtype, (weight,))
+        (weight,) = round_weights(gate.dtype, (weight,))
         grad_gated, grad_weight = product_backward(grad, gated, weight, ctx.weight_dtype)
         return *gate_backward(grad_gated, gate, x), grad_weight
 
@@ -55,7 +55,7 @@ class _ChannelMixing(torch.autograd.Function):
     def forward(ctx: Context, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mu_k: Tensor, mu_r: Tensor,
                 *weights: Tensor) -> Tensor:
         saved, (mix_k, mix_r) = mix(dtype, x, last_x, (mu_k, mu_r))
-        key, receptance, value = multiplied = rounded(dtype, weights)
+        key, receptance, value = multiplied = round_weights(dtype, weights)
         k = linear(mix_k, key)
         gate = linear(mix_r, receptance).sigmoid_()
         hidden = squared_relu(k)
@@ -68,7 +68,7 @@ class _ChannelMixing(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         mix_k, mix_r, k, hidden, gate, kv, *weights, x, last_x, mu_k, mu_r = ctx.saved_tensors
-        key, receptance, value = rounded(k.dtype, weights)
+        key, receptance, value = round_weights(k.dtype, weights)
         grad_r, grad_kv = gate_backward(grad, gate, kv)
         grad_hidden, grad_value = product_backward(grad_kv, hidden, value, ctx.weight_dtype)
         grad_mix_k, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mix_k, key, ctx.weight_dtype)

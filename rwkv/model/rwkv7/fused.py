@@ -33,7 +33,7 @@ from rwkv.model.fused import (
 )
 from rwkv.model.fused.backend import module_for
 from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, GATES, LEAST_NORM, MIXES
-from rwkv.model.weight_cache import rounded, tensors_to_save
+from rwkv.model.weight_cache import round_weights, tensors_to_save
 
 SQUARES = {"r": "receptance", "k": "key", "v": "value"}          # names of mixes, and of the (C,C) matrices that multiply them
 
@@ -165,7 +165,7 @@ class _Inputs(torch.autograd.Function):
         p = dict(zip(Parameters._fields, parameters, strict=True))
         names = GATES[:-1] if v_first is None else GATES
         weights = _select(p, (*SQUARES.values(), *_matrix_names(1, names)))
-        multiplied = rounded(dtype, weights)
+        multiplied = round_weights(dtype, weights)
         squares, downs = multiplied[:len(SQUARES)], multiplied[len(SQUARES):]
         saved_x, mixes = mix(dtype, x, last_x, _select(p, [f"x_{name}" for name in MIXES]), to_previous=True)
         m = dict(zip(MIXES, mixes, strict=True))
@@ -182,7 +182,7 @@ class _Inputs(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixes, saved_x, weights, *saved_gates = _saved_groups(ctx)
-        weights = rounded(ctx.dtype, weights)
+        weights = round_weights(ctx.dtype, weights)
         squares, downs = weights[:len(SQUARES)], weights[len(SQUARES):]
         grad = Inputs(*grads)
         gates = Gates(log_w=grad.log_w.flatten(2), k=grad.k.flatten(2), v=grad.v.flatten(2), a=grad.a.flatten(2),
@@ -245,7 +245,7 @@ class GateGrads(NamedTuple):
 
 def _low_rank_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors,
                     matrices: Tensors) -> tuple[Gates, SavedGates]:
-    w2, a2, g2, *v2 = multiplied = rounded(k.dtype, matrices)
+    w2, a2, g2, *v2 = multiplied = round_weights(k.dtype, matrices)
     tanh, hidden_a, sigmoid, *hidden_v = torch.tanh(hidden[0]), hidden[1], torch.sigmoid(hidden[2]), *hidden[3:]
     up = tanh, hidden_a, *hidden_v
     z = tuple(part @ matrix for part, matrix in zip(up, (w2, a2, *v2), strict=True))
@@ -268,7 +268,7 @@ def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tup
     assert inverse is not None
     (grad_k, grad_v, grad_first), grad_z, grad_vectors = _gates_backward(k, v, v_first, saved.z, N, saved.vectors, inverse,
                                                                          grads[:5], extra)
-    w2, a2, g2, *v2 = rounded(k.dtype, saved.matrices)
+    w2, a2, g2, *v2 = round_weights(k.dtype, saved.matrices)
     product = partial(_row_product_backward, dtype=dtype)
     (tanh, *_), (sigmoid,) = saved.up, saved.sigmoid
     (grad_tanh, grad_w2), (grad_hidden_a, grad_a2), *v_gate = map(product, grad_z, saved.up, (w2, a2, *v2))
@@ -350,7 +350,7 @@ class _Output(torch.autograd.Function):
     def forward(ctx: Context, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor,
                 matrix: Tensor) -> Tensor:
         vectors = r_k, weight, bias
-        (multiplied,) = rounded(g.dtype, (matrix,))
+        (multiplied,) = round_weights(g.dtype, (matrix,))
         gated = _gated(y, r, k, v, g, vectors)
         ctx.save_for_backward(y, r, k, v, g, gated, *vectors, *tensors_to_save((matrix,), (multiplied,)))
         ctx.weight_dtype = matrix.dtype
@@ -360,7 +360,7 @@ class _Output(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> Tensors:
         y, r, k, v, g, gated, *vectors, matrix = ctx.saved_tensors
-        (matrix,) = rounded(g.dtype, (matrix,))
+        (matrix,) = round_weights(g.dtype, (matrix,))
         grad_gated, grad_matrix = product_backward(grad, gated, matrix, ctx.weight_dtype)
         grads, (grad_r_k, grad_weight, grad_bias) = _gated_backward(y, r, k, v, g, tuple(vectors), grad_gated)
         return *grads, grad_r_k.view_as(vectors[0]), grad_weight, grad_bias, grad_matrix
@@ -426,7 +426,7 @@ class _ChannelMixing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, x_k: Tensor, *weights: Tensor) -> Tensor:
         saved, (mixed,) = mix(dtype, x, last_x, (x_k,), to_previous=True)
-        key, value = multiplied = rounded(dtype, weights)
+        key, value = multiplied = round_weights(dtype, weights)
         k = linear(mixed, key)
         hidden = squared_relu(k)
         ctx.save_for_backward(mixed, k, hidden, *tensors_to_save(weights, multiplied), *saved)
@@ -437,7 +437,7 @@ class _ChannelMixing(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         mixed, k, hidden, *weights, x, last_x, x_k = ctx.saved_tensors
-        key, value = rounded(k.dtype, weights)
+        key, value = round_weights(k.dtype, weights)
         grad_hidden, grad_value = product_backward(grad, hidden, value, ctx.weight_dtype)
         grad_mixed, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mixed, key, ctx.weight_dtype)
         grad_x, grad_last_x, grad_x_k = mix_backward((x, last_x, x_k), (grad_mixed,), to_previous=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import native
 from kernels.native.dtypes import DTYPES
-from rwkv.model.fused.c import Tensors, float32_rows, padded, task_sums, threads
+from rwkv.model.fused.c import Tensors, float32_rows, pad_to, task_sums, threads
 from rwkv.model.fused.c import supports as supports
 
 
@@ -20,7 +20,7 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
     log_w = torch.empty_like(k, dtype=torch.float32)
     new_k, a, b = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
     new_v = v if v_first is None else torch.empty_like(v)
-    _run("gates_forward", k, N, k, v, v_first, *padded(z, 3), *padded(float32_rows(vectors, k.shape[-1]), 5), inverse,
+    _run("gates_forward", k, N, k, v, v_first, *pad_to(z, 3), *pad_to(float32_rows(vectors, k.shape[-1]), 5), inverse,
          log_w, new_k, new_v, a, b, *[None] * 10)
     return log_w, new_k, new_v, a, b, inverse
 
@@ -33,8 +33,8 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
     grad_first = None if v_first is None else torch.empty_like(v)
     grad_vectors = _empty_vectors(k, 5)
     extra_grads = (None if grad is None else grad.contiguous() for grad in extra)
-    _run("gates_backward", k, N, k, v, v_first, *padded(z, 3), *padded(float32_rows(vectors, k.shape[-1]), 5), inverse,
-         *(grad.contiguous() for grad in grads), *extra_grads, grad_k, grad_v, grad_first, *padded(grad_z, 3),
+    _run("gates_backward", k, N, k, v, v_first, *pad_to(z, 3), *pad_to(float32_rows(vectors, k.shape[-1]), 5), inverse,
+         *(grad.contiguous() for grad in grads), *extra_grads, grad_k, grad_v, grad_first, *pad_to(grad_z, 3),
          task_sums(k, 5), grad_vectors)
     return (grad_k, grad_v, grad_first), grad_z, grad_vectors.unbind()[:len(vectors)]
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rwkv.model.fused.triton import ROWS_ALONE, Tensors, contiguous, launch, load, or_unused, padded, store
+from rwkv.model.fused.triton import ROWS_ALONE, Tensors, contiguous, launch, load, or_unused, pad_to, store
 from rwkv.model.fused.triton import supports as supports
 from rwkv.model.rwkv7 import architecture
 
@@ -30,8 +30,8 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
     new_k, a, b = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
     new_v = v if v_first is None else torch.empty_like(v)
     R = _rows_per_program(N)
-    launch(_gates, (triton.cdiv(rows, R), H), k, v, v if v_first is None else v_first.contiguous(), *padded(z, 3),
-           *padded(contiguous(*vectors), 5), inverse, log_w, new_k, new_v, a, b, rows, H, N, v_first is not None, R,
+    launch(_gates, (triton.cdiv(rows, R), H), k, v, v if v_first is None else v_first.contiguous(), *pad_to(z, 3),
+           *pad_to(contiguous(*vectors), 5), inverse, log_w, new_k, new_v, a, b, rows, H, N, v_first is not None, R,
            num_warps=4)
     return log_w, new_k, new_v, a, b, inverse
 
@@ -49,9 +49,9 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
     sums = k.new_empty(programs, len(vectors), C, dtype=torch.float32)
     grads = contiguous(*grads)
     extra_k, extra_v = (None if grad is None else grad.contiguous() for grad in extra)
-    launch(_gates_backward, (programs, H), k, v, v if v_first is None else v_first.contiguous(), *padded(z, 3),
-           *padded(contiguous(*vectors), 5), inverse, *grads, or_unused(extra_k, k), or_unused(extra_v, v), grad_k, grad_v,
-           or_unused(grad_first, v), *padded(grad_z, 3), sums, rows, H, N, len(vectors), v_first is not None,
+    launch(_gates_backward, (programs, H), k, v, v if v_first is None else v_first.contiguous(), *pad_to(z, 3),
+           *pad_to(contiguous(*vectors), 5), inverse, *grads, or_unused(extra_k, k), or_unused(extra_v, v), grad_k, grad_v,
+           or_unused(grad_first, v), *pad_to(grad_z, 3), sums, rows, H, N, len(vectors), v_first is not None,
            extra_k is not None, extra_v is not None, R, num_warps=4)
     return (grad_k, grad_v, grad_first), grad_z, sums.sum(0).unbind()
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from itertools import count
 
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.serving.http.errors import RETRY_AFTER, STATE_GONE, ApiError
 from rwkv.serving.messages import Cancel, Event, Generate, Reply, ToEngine
 
@@ -64,7 +64,7 @@ class Queue:
         the sequences could never run together.
         """
         if len(sequences) > self._max_rows:
-            raise ApiError(400, f"a request must have at most {counted(self._max_rows, 'sequence')} (n for each prompt); "
+            raise ApiError(400, f"a request must have at most {count_of(self._max_rows, 'sequence')} (n for each prompt); "
                                 f"got {len(sequences)}", "n")
         if not begun and len(sequences) > self._max_rows + self._max_queue - self.n_running - self.n_queued:
             raise ApiError(429, "the server is busy: its queue is full. Try again later", code="queue_full",

@@ -149,8 +149,8 @@ class _Job:
         if not finished and not self.message.stream:
             return None
         # lm-evaluation-harness requests the prompt's log-probabilities and expects an entry for the token that ends the answer
-        shown = len(sample.logprobs) if self.row.request.prompt_logprobs else len(sample.tokens)
-        logprobs = sample.logprobs[self._logprobs_sent:shown]
+        end = len(sample.logprobs) if self.row.request.prompt_logprobs else len(sample.tokens)
+        logprobs = sample.logprobs[self._logprobs_sent:end]
         if not (self.text or logprobs or finished):
             return None
         if self.row.damaged:
@@ -173,7 +173,7 @@ class _Job:
                 event.embedding = self.row.embedding.tolist()
         return event
 
-    def saved(self) -> SavedState | None:
+    def saved_state(self) -> SavedState | None:
         save = self.message.save
         context = self.row.final_context
         start = self.message.start
@@ -232,7 +232,7 @@ class _Worker:
     def _event(self, job: _Job) -> Event | None:
         """Returns the event to send for a sequence, if any. Saves the final state, if requested, before the last event."""
         event = job.event()
-        saved = job.saved()
+        saved = job.saved_state()
         if event is not None and saved is not None:
             assert job.row.final_context is not None
             self._states.put(saved, job.row.final_context)

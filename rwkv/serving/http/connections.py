@@ -19,7 +19,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.io.signals import caught_signals
 from rwkv.serving.http.errors import RETRY_AFTER, ApiError
 from rwkv.serving.log import say_refused
@@ -242,7 +242,7 @@ class Protocol(HttpToolsProtocol):
         if self._answering:
             self._expect_request()       # a pipelined next request must not end the running answer
         elif not self.transport.is_closing():
-            self._refuse(ApiError(408, f"the request did not arrive within {counted(self.receive_s, 'second')}"))
+            self._refuse(ApiError(408, f"the request did not arrive within {count_of(self.receive_s, 'second')}"))
 
     @property
     def _answering(self) -> bool:

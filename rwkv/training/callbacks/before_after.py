@@ -28,7 +28,7 @@ from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, count_tokens, score_text
 from rwkv.io.atomic import require_folder, write_file
 from rwkv.io.json_types import JsonObject, StateDict
-from rwkv.io.lines import counted, labelled_line
+from rwkv.io.lines import count_of, labelled_line
 from rwkv.model.base import Model
 from rwkv.model.lora import layers_to_adapt
 from rwkv.report.run_files import TUNED
@@ -118,7 +118,7 @@ class BeforeAfter(Callback):
 
     def _announce(self, when: str) -> None:
         if rank() == 0:
-            answers = f" and {counted(len(self.prompts), 'answer')}" if self.prompts else ""
+            answers = f" and {count_of(len(self.prompts), 'answer')}" if self.prompts else ""
             tqdm.write(labelled_line("measuring", f"the losses{answers} {when} training", sys.stderr), file=sys.stderr)
 
     def _measure(self, trainer: lightning.Trainer, task: LanguageModel, when: str, validation: Measurement) -> Measurement:

@@ -50,12 +50,12 @@ class Divergence(Callback):
         """Raises Diverged unless losses and weights are finite. All processes must call this before a checkpoint is written."""
         self._check_losses(trainer)
         if not math.isfinite(val_loss):
-            raise self._diverged("val/loss", trainer.global_step, self._lr)
+            raise self._error("val/loss", trainer.global_step, self._lr)
         if isinstance(trainer.strategy, ShardedStrategy):
             trainer.strategy.reshard()
         norm = total_norm([weight.detach() for weight in trainer.lightning_module.parameters()])
         if all_sum(not norm.isfinite())[0]:
-            raise self._diverged("a weight", trainer.global_step, self._lr)
+            raise self._error("a weight", trainer.global_step, self._lr)
 
     def _check_losses(self, trainer: lightning.Trainer) -> None:
         if not self._unchecked:
@@ -65,9 +65,9 @@ class Divergence(Callback):
         counts = all_sum(*(not math.isfinite(loss) for loss in losses))
         for (step, lr, _), count in zip(self._unchecked, counts, strict=True):
             if count:
-                raise self._diverged("train/loss", step, lr)
+                raise self._error("train/loss", step, lr)
         self._unchecked.clear()
 
-    def _diverged(self, quantity: str, step: int, lr: float) -> Diverged:
+    def _error(self, quantity: str, step: int, lr: float) -> Diverged:
         return Diverged(f"training diverged: {quantity} is not finite at step {step}, where the learning rate is {lr:.3g}. "
                         "Start a new run with a lower optim.lr=, a higher optim.warmup_steps= or a lower optim.grad_clip=")

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.machine.memory import peak_memory
 from rwkv.distributed import all_gather, all_sum, log, rank, world_size
 from rwkv.io.json_types import StateDict
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.model.base import Model
 from rwkv.training.loggers import norm_names
 from rwkv.training.sharding.strategy import total_norm
@@ -100,7 +100,7 @@ class Metrics(Callback):
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         if stage == "fit" and self._ms_per_token:
             ms_per_step = statistics.median(self._ms_per_token) * self._tokens_per_step
-            log(f"median {ms_per_step:.1f} ms a step of {counted(self._tokens_per_step, 'token')}")
+            log(f"median {ms_per_step:.1f} ms a step of {count_of(self._tokens_per_step, 'token')}")
 
     def _log(self, trainer: lightning.Trainer, task: LanguageModel) -> None:
         count = self._steps * world_size()

@@ -29,7 +29,7 @@ from rwkv.config import TrainConfig
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import fail_together, log
 from rwkv.errors import UserError
-from rwkv.io.lines import counted, labelled_line
+from rwkv.io.lines import count_of, labelled_line
 from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
 from rwkv.training.memory.estimate import (
@@ -241,9 +241,9 @@ def with_whole_rows(config: TrainConfig) -> tuple[TrainConfig, str | None]:
 
 def _plan_lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result: Estimate) -> Iterator[tuple[str, str]]:
     trainer = config.trainer
-    yield "model", (f"{generation(config.model).NAME}, {counted(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
+    yield "model", (f"{generation(config.model).NAME}, {count_of(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, vocab_size):,} parameters, vocabulary {vocab_size}")
-    machines = f": {trainer.devices} on each of {counted(trainer.num_nodes, 'machine')}" if trainer.num_nodes > 1 else ""
+    machines = f": {trainer.devices} on each of {count_of(trainer.num_nodes, 'machine')}" if trainer.num_nodes > 1 else ""
     yield "devices", f"{result.devices:,} x {gpu.name} ({why}){machines}, trainer={trainer.strategy}, {trainer.precision}"
     yield from _memory_lines(config, vocab_size, gpu, result)
     source = "trainer.link_gbps" if trainer.link_gbps else "assumed; set trainer.link_gbps to change it"
@@ -293,5 +293,5 @@ def _speed_text(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate
 def _length_lines(config: TrainConfig, result: Estimate, data: Corpus) -> Iterator[tuple[str, str]]:
     low, high = (format_duration(config.trainer.max_steps * result.tokens / speed) for speed in result.tokens_per_second)
     span = low if low == high else f"{high} to {low.removeprefix('about ')}"
-    yield "training", (f"{counted(config.trainer.max_steps, 'step')} of {counted(result.tokens, 'token')}: "
-                       f"{counted(config.trainer.max_steps * result.tokens, 'token')}, {span} without validation")
+    yield "training", (f"{count_of(config.trainer.max_steps, 'step')} of {count_of(result.tokens, 'token')}: "
+                       f"{count_of(config.trainer.max_steps * result.tokens, 'token')}, {span} without validation")

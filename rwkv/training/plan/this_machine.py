@@ -22,7 +22,7 @@ from rwkv.data.documents import separators
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
-from rwkv.io.lines import counted
+from rwkv.io.lines import count_of
 from rwkv.model.base import generation, n_parameters
 from rwkv.model.fused import backend as fused_backend
 from rwkv.training import graphs
@@ -79,7 +79,7 @@ def _needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: 
     yield from _model(run, V)
     yield from _computation(config, kernel, kernel_error, device, bool(data.conversations))
     yield from memory_lines(needs, programs)
-    checkpoints = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
+    checkpoints = count_of(n_checkpoints(config.trainer.keep_last), "checkpoint")
     yield "disk", (f"{format_bytes(checkpoint_bytes(config, V))} for {checkpoints}; "
                    f"{format_bytes(free_disk(run.out_dir))} is free")
 
@@ -112,7 +112,7 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
 
 def _model(run: Run, V: int) -> Iterator[tuple[str, str]]:
     config = run.config
-    yield "model", (f"{generation(config.model).NAME}, {counted(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
+    yield "model", (f"{generation(config.model).NAME}, {count_of(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
         yield "weights", f"weights, sizes and tokenizer come from {run.init_checkpoint.path}; the optimiser state is new"
@@ -157,9 +157,9 @@ def _sources(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
         stream = part.corpus.stream
         tokens = part.corpus.sizes.train_tokens if stream is None else stream.tokens
         epochs = total * part.share / tokens if tokens else 0
-        documents = counted(len(part.corpus.train.starts) + len(part.corpus.val.starts), "document")
+        documents = count_of(len(part.corpus.train.starts) + len(part.corpus.val.starts), "document")
         split = f"{documents}, {tokens:,} training and " if stream is None else ""
-        passes = f", {'' if stream is None else 'about '}{counted(float(f'{epochs:.3g}'), 'epoch')}" if tokens else ""
+        passes = f", {'' if stream is None else 'about '}{count_of(float(f'{epochs:.3g}'), 'epoch')}" if tokens else ""
         yield "source", (f"{part.name}: {part.corpus.source}; {split}{part.corpus.sizes.val_tokens:,} validation tokens; "
                          f"{100 * part.share:.3g} % of the training tokens{passes}")
         if epochs > MAX_EPOCHS:
@@ -176,7 +176,7 @@ def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
         if data.copies == number - 1:
             yield "WARNING", f"all {kind}s have the same text, so val/loss measures memorisation"
         else:
-            yield "copies", f"{counted(data.copies, kind)} repeat others; the copies of a {kind} are all in the same split"
+            yield "copies", f"{count_of(data.copies, kind)} repeat others; the copies of a {kind} are all in the same split"
     if data.repeated > EXCESS:
         yield "WARNING", (f"{100 * data.repeated:.0f} % of the validation text, line by line, is in the training text too, so "
                           "val/loss measures memorisation. Remove the copies"
@@ -191,7 +191,7 @@ def _thread_hint() -> str | None:
     free = max(1, cores - others)
     if others == 0 or torch.get_num_threads() <= free:
         return None
-    return f"other programs use {min(others, cores)} of {counted(cores, 'core')}: try OMP_NUM_THREADS={free}"
+    return f"other programs use {min(others, cores)} of {count_of(cores, 'core')}: try OMP_NUM_THREADS={free}"
 
 
 def _template(run: Run) -> str:
@@ -257,11 +257,11 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
 
     passes = steps / per_epoch
     about = "about " if data.streams else ""
-    part = counted(float(f"{passes:.1f}"), "epoch") if passes >= 1 else f"{about}{100 * passes:.2g} % of the training data"
+    part = count_of(float(f"{passes:.1f}"), "epoch") if passes >= 1 else f"{about}{100 * passes:.2g} % of the training data"
     if per_epoch == math.inf:
         part = "of a stream of unknown length"
-    yield "training", (f"{_length(trainer, steps)} of {counted(config.tokens_per_step, 'token')}: "
-                       f"{counted(steps * config.tokens_per_step, 'token')}, {duration}"
+    yield "training", (f"{_length(trainer, steps)} of {count_of(config.tokens_per_step, 'token')}: "
+                       f"{count_of(steps * config.tokens_per_step, 'token')}, {duration}"
                        + ("" if trainer.epochs else f"; {part}"))
     yield from _length_warnings(config, trainer.max_steps / per_epoch, bool(data.conversations))
     time_share = validation / max(training + validation, 1e-9)
@@ -271,8 +271,8 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
 
 def _length(trainer: TrainerConfig, steps: int) -> str:
     if not trainer.epochs:
-        return counted(steps, "step")
-    total = f"{counted(trainer.epochs, 'epoch')}, {counted(trainer.max_steps, 'step')}"
+        return count_of(steps, "step")
+    total = f"{count_of(trainer.epochs, 'epoch')}, {count_of(trainer.max_steps, 'step')}"
     return total if steps == trainer.max_steps else f"{total}, of which {steps:,} are left,"
 
 
@@ -283,10 +283,10 @@ def _length_warnings(config: TrainConfig, epochs: float, conversations: bool) ->
         yield "WARNING", (f"training runs for {epochs:,.1f} epochs, but a model memorises answers after {MAX_EPOCHS}: use "
                           "trainer.epochs=2 or more conversations")
     if config.init_from is None and steps <= warmup and warmup > OptimConfig.warmup_steps:       # the default suits a trial run
-        yield "WARNING", (f"the learning rate never reaches optim.lr, because the run has only {counted(steps, 'step')} and "
+        yield "WARNING", (f"the learning rate never reaches optim.lr, because the run has only {count_of(steps, 'step')} and "
                           f"optim.warmup_steps={warmup}: lower optim.warmup_steps= or train longer")
     if config.init_from is not None and steps <= warmup:
-        yield "WARNING", (f"the model will learn little, because the run has {counted(steps, 'step')} and "
+        yield "WARNING", (f"the model will learn little, because the run has {count_of(steps, 'step')} and "
                           f"optim.warmup_steps={warmup}: use more data, a smaller data.batch_size= or lower "
                           "optim.warmup_steps=")
 
@@ -295,14 +295,14 @@ def validated_part(val_tokens: int | None, whole: int) -> str | None:
     """Describes the part of the validation split that trainer.val_tokens selects. Returns None if the whole split is used."""
     if val_tokens is None or val_tokens >= whole:
         return None
-    return f"the first {val_tokens:,} of {counted(whole, 'token')} (trainer.val_tokens)"
+    return f"the first {val_tokens:,} of {count_of(whole, 'token')} (trainer.val_tokens)"
 
 
 def _validation(val_tokens: int | None, whole: int, times: int, time_share: float) -> Iterator[tuple[str, str]]:
     part = validated_part(val_tokens, whole)
     if part is None and time_share <= LONG_VALIDATION:
         return
-    line = f"{'once' if times == 1 else f'{times:,} times'} {part or 'all ' + counted(whole, 'token')}"
+    line = f"{'once' if times == 1 else f'{times:,} times'} {part or 'all ' + count_of(whole, 'token')}"
     if time_share > LONG_VALIDATION:
         line += f", {100 * time_share:.0f} % of the time; less with a lower trainer.val_tokens or a higher trainer.val_every"
     yield "validation", line

@@ -65,7 +65,7 @@ class Run:
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
 
     def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns the vocabulary size of the base model, which may exceed the tokenizer's, or else of the tokenizer."""
+        """Returns the base model's vocabulary size, which may exceed the tokenizer's; without a base, the tokenizer's."""
         return self.init_checkpoint.vocab_size if self.init_checkpoint else tokenizer.vocab_size
 
 

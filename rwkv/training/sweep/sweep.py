@@ -36,7 +36,7 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.cache import sha256
 from rwkv.io.json_types import JsonObject
-from rwkv.io.lines import counted, labelled_line
+from rwkv.io.lines import count_of, labelled_line
 from rwkv.io.signals import STOPPING, StopRequest, describe_exit
 from rwkv.report import run_files
 from rwkv.training.run.directory import new_folder, require_unused, run_folder
@@ -131,7 +131,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 def train_all(sweep: Sweep, launcher: Launcher) -> bool:
     """Trains the unfinished runs, launcher.places at a time. Returns True if a signal stopped the training."""
     to_do = _to_do(sweep)
-    log(labelled_line("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} unfinished, in random "
+    log(labelled_line("sweep", f"{sweep.folder}: {count_of(len(sweep.entries), 'run')}, {len(to_do)} unfinished, in random "
                       f"order (seed {ORDER_SEED}){_concurrency(launcher)}", sys.stderr))
     waiting = deque(enumerate(to_do, start=1))
     running: dict[str, tuple[Entry, float]] = {}         # maps names to current runs and start times
@@ -149,7 +149,7 @@ def train_all(sweep: Sweep, launcher: Launcher) -> bool:
                             del running[entry.name]
                             if not running:
                                 raise
-                            log(f"{error}\nfrom now on the sweep runs at most {counted(len(running), 'job')} at a time")
+                            log(f"{error}\nfrom now on the sweep runs at most {count_of(len(running), 'job')} at a time")
                             launcher.places = len(running)
                             waiting.appendleft((number, entry))
                             break
@@ -178,7 +178,7 @@ def _to_do(sweep: Sweep) -> list[Entry]:
 def _concurrency(launcher: Launcher) -> str:
     if launcher.places == 1:
         return ""
-    threads = f" with {counted(launcher.threads, 'thread')} each" if isinstance(launcher, Processes) else ""
+    threads = f" with {count_of(launcher.threads, 'thread')} each" if isinstance(launcher, Processes) else ""
     return f", {launcher.places} at a time{threads}"
 
 
@@ -203,16 +203,16 @@ def open_sweep(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     """Returns a new sweep, or the sweep that `resume` continues together with the runs that the command line adds."""
     options = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
     texts: JsonObject = {key: None if value == "null" else value for key, value in options.items()}
-    given = TrainConfig(**texts)         # refuses empty values
+    sweep_options = TrainConfig(**texts)         # refuses empty values
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in options}, [])
     new_jobs = jobs_of(rest)
     settings, setting_overrides = _settings(new_jobs, rest)
     adds_runs = any(not key.startswith(SETTINGS) for key in rest.keys)
-    folder = run_folder(given.out_dir) if given.out_dir else new_folder("sweep_")
+    folder = run_folder(sweep_options.out_dir) if sweep_options.out_dir else new_folder("sweep_")
     entries: list[Entry] = []
-    if given.resume is None:
+    if sweep_options.resume is None:
         require_unused(folder)
-    elif given.resume != "auto" or given.out_dir is None:
+    elif sweep_options.resume != "auto" or sweep_options.out_dir is None:
         raise UserError("resuming a sweep requires resume=auto out_dir=DIR, where DIR is the sweep's directory")
     else:
         entries = read_entries(folder)

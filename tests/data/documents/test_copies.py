@@ -94,7 +94,7 @@ def test_documents_that_differ_are_divided_as_before(tmp_path: Path, written: Wr
 
 
 @pytest.mark.parametrize("written", KINDS)
-def test_equal_documents_alone_can_be_trained_on(tmp_path: Path, written: Writer) -> None:
+def test_training_on_nothing_but_equal_documents(tmp_path: Path, written: Writer) -> None:
     """The plan warns of equal documents (tests/training/plan/test_plan.py), except where a document is divided."""
     corpus = prepare(written(tmp_path, [TEXTS[4]] * 20), 2)
     assert min(len(corpus.train), len(corpus.val)) > 2

@@ -11,7 +11,7 @@ import pytest
 from binidx_files import write
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import Run, composed, one_sentence
+from programs import Run, compose, one_sentence
 from training_runs import assert_same_training, done_here, losses, rows
 
 from rwkv.config import DataConfig
@@ -51,7 +51,7 @@ def test_the_command_line_and_a_recipe_give_the_same_sources(folder: Path) -> No
     Path("mine.yaml").write_text("data: mix\ndata.sources:\n- {path: a.jsonl, weight: 2}\n- {name: ß, path: büch er.txt, "
                                  "weight: 1, field: body}\n", encoding="utf-8")
     line = "data.sources=[{path: a.jsonl, weight: 2}, {name: 'ß', path: 'büch er.txt', weight: 1, field: body}]"
-    one, other = composed("train", "data=mix", line).data, composed("train", "experiment=./mine.yaml").data
+    one, other = compose("train", "data=mix", line).data, compose("train", "experiment=./mine.yaml").data
     assert one == other
     first, second = mixed_sources(one)
     assert (first.name, first.share, first.config.name, first.config.path) == ("a", 2 / 3, "jsonl", "a.jsonl")
@@ -218,11 +218,11 @@ def test_the_batches_are_the_same_for_any_number_of_workers(folder: Path, worker
 
 
 def test_a_run_does_not_continue_with_other_weights(folder: Path) -> None:
-    begun, other = (DataModule(prepare(config, 16), config, 16, 0) for config in (
+    one, other = (DataModule(prepare(config, 16), config, 16, 0) for config in (
         mix({"path": "a.jsonl"}, {"path": "b.txt"}), mix({"path": "a.jsonl"}, {"path": "b.txt", "weight": 2})))
     other.load_state_dict(other.state_dict())
     with pytest.raises(UserError, match=r"b 50 %.*b 66.67 %"):
-        other.load_state_dict(begun.state_dict())
+        other.load_state_dict(one.state_dict())
 
 
 # Whole runs
@@ -242,7 +242,7 @@ def test_a_run_validates_each_source_and_continues_bit_for_bit(folder: Path) -> 
     again = done_here(folder, "train", "resume=auto", "out_dir=other", "trainer.max_steps=8")
     assert again.status == 0, again.error
     assert_same_training(folder / "whole", folder / "other", own=("/timemix/run/out_dir", "/timemix/run/resume"))
-    corpus = prepare(composed("train", *run).data, 16)
+    corpus = prepare(compose("train", *run).data, 16)
     sizes = [len(part.corpus.val) - 1 for part in corpus.parts]
     last = next(row for row in reversed(rows(folder / "whole")) if row["val/loss"])
     of_each = [float(last[f"val/loss/{name}"]) for name in ("a", "ids", "b")]

@@ -43,9 +43,9 @@ def of_kind(config: DataConfig, name: str, path: Path, **options: object) -> Dat
 
 def texts(config: DataConfig) -> tuple[list[str], list[str]]:
     """Returns the documents of (training, validation)."""
-    found = list(open_source(config, Path(config.cache_dir)).documents())
-    return (["".join(document.chunks) for document in found if not document.val],
-            ["".join(document.chunks) for document in found if document.val])
+    documents = list(open_source(config, Path(config.cache_dir)).documents())
+    return (["".join(document.chunks) for document in documents if not document.val],
+            ["".join(document.chunks) for document in documents if document.val])
 
 
 def bytes_of(prepared: Corpus) -> tuple[list[str], list[str]]:
@@ -244,12 +244,12 @@ def test_a_hugging_face_dataset(config: DataConfig, tmp_path: Path, form: str, m
     write = {"folder": rows.save_to_disk, "dictionary": datasets.DatasetDict({"train": rows}).save_to_disk,
              "parquet": rows.to_parquet, "json": rows.to_json}[form]
     write(str(path))
-    wanted = of_kind(config, "hf", path)
-    train, val = bytes_of(prepare(wanted, 16))
+    hf_config = of_kind(config, "hf", path)
+    train, val = bytes_of(prepare(hf_config, 16))
     assert sorted(train + val) == sorted(WORDS)
     assert [words for words in WORDS if words in val] == val
     with pytest.raises(UserError):
-        prepare(dataclasses.replace(wanted, field="body"), 16)
+        prepare(dataclasses.replace(hf_config, field="body"), 16)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
@@ -369,18 +369,18 @@ LINES = st.lists(st.text("ab1。…， \n\t—漢.;()", max_size=12), max_size=4
 @pytest.fixture(scope="module", params=["byte", "char", "bpe", "world"])
 def tokenizer(request: pytest.FixtureRequest) -> tuple[Tokenizer, SafeSplit]:
     text = "ab1。…， \n\t—漢.;()\n a b" * 9
-    made = {"char": lambda: CharTokenizer(text), "bpe": lambda: JsonTokenizer.train([text], 300)}
-    found = made[request.param]() if request.param in made else Tokenizer.named(request.param)
-    return found, safe_split(found)
+    trained = {"char": lambda: CharTokenizer(text), "bpe": lambda: JsonTokenizer.train([text], 300)}
+    result = trained[request.param]() if request.param in trained else Tokenizer.named(request.param)
+    return result, safe_split(result)
 
 
 @pytest.mark.thorough
 @given(text=LINES, size=st.integers(1, 30))
 def test_pieces_have_the_ids_of_the_whole(tokenizer: tuple[Tokenizer, SafeSplit], text: str, size: int) -> None:
-    made, split = tokenizer
-    found = list(pieces((text[start:start + size] for start in range(0, len(text), size)), split))
-    assert "".join(found) == text
-    assert [index for piece in found for index in made.encode(piece)] == made.encode(text)
+    encoder, split = tokenizer
+    parts = list(pieces((text[start:start + size] for start in range(0, len(text), size)), split))
+    assert "".join(parts) == text
+    assert [index for piece in parts for index in encoder.encode(piece)] == encoder.encode(text)
 
 
 def test_a_bpe_tokenizer_made_from_pieces_is_that_of_the_whole() -> None:
@@ -402,10 +402,10 @@ def test_a_tokenizer_that_looks_across_lines_gets_whole_texts(monkeypatch: pytes
 # Errors
 
 
-def refuses(config: DataConfig, *said: str) -> None:
+def refuses(config: DataConfig, *words: str) -> None:
     with pytest.raises(UserError) as error:
         prepare(config, 16)
-    for part in said:
+    for part in words:
         assert part in str(error.value)
 
 
@@ -455,12 +455,12 @@ def test_a_complete_cache_need_not_be_written(config: DataConfig) -> None:
 @given(text=st.text("ab<|>\n", max_size=40), separator=st.sampled_from(["<|>", "\n\n", "a", "<<"]), size=st.integers(1, 9))
 def test_documents_stand_between_separators(text: str, separator: str, size: int) -> None:
     chunks = [text[start:start + size] for start in range(0, len(text), size)]
-    found = separate([(iter(chunks), "a file", None)], separator, "a file")
+    documents = separate([(iter(chunks), "a file", None)], separator, "a file")
     if separator not in text:
         with pytest.raises(UserError, match="does not occur"):
-            list(found)
+            list(documents)
         return
-    assert [document for document, _, _ in found] == [part.strip("\r\n") for part in text.split(separator)]
+    assert [document for document, _, _ in documents] == [part.strip("\r\n") for part in text.split(separator)]
 
 
 @pytest.mark.parametrize("mark", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|EOT|>",

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Run, one_sentence
-from training_runs import assert_same_training, done_here, finish, forked, kill_after, losses, start
+from training_runs import assert_same_training, done_here, finish, fork_run, kill_after, losses, start
 
 from rwkv.config import DataConfig
 from rwkv.data.documents.copies import fingerprint
@@ -148,8 +148,8 @@ def test_other_people_s_files(tmp_path: Path, shape: str) -> None:
     for name in ("README.md", ".hidden.jsonl", "_SUCCESS", "deep/notes.txt"):
         (folder / name).write_text("not data")
     (tmp_path / "one.jsonl").write_bytes(lines_of(texts))
-    found, whole = (open_stream(config_of(where)) for where in (path, tmp_path / "one.jsonl"))
-    assert [text for row in found.read() if (text := found.text(row))] == texts == [whole.text(row) for row in whole.read()]
+    stream, whole = (open_stream(config_of(where)) for where in (path, tmp_path / "one.jsonl"))
+    assert [text for row in stream.read() if (text := stream.text(row))] == texts == [whole.text(row) for row in whole.read()]
     if shape != "empty documents":       # they count as documents
         assert read(loader(config_of(path))) == read(loader(config_of(tmp_path / "one.jsonl")))
 
@@ -225,20 +225,20 @@ def test_a_stream_continues_with_exactly_the_next_batch(tmp_path_factory: pytest
         path.write_bytes(gzip.compress(lines_of(TEXTS)) if is_packed else lines_of(TEXTS))
     config = config_of(path, shuffle_buffer=buffer, batch_size=rows)
     whole = read(loader(config))
-    begun = loader(config)
-    assert read(itertools.islice(begun, taken)) == whole[:taken]
+    first = loader(config)
+    assert read(itertools.islice(first, taken)) == whole[:taken]
     continued = loader(config)
-    continued.load_state_dict(plain(begun.state_dict()))
+    continued.load_state_dict(plain(first.state_dict()))
     assert read(continued) == whole[taken:]
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (4, 1), (2, 4), (1, 2)])
 def test_a_stream_continues_with_another_number_of_processes(config: DataConfig, before: int, after: int) -> None:
     whole = read(loader(config))
-    begun = [loader(config, rank=rank, world=before) for rank in range(before)]
-    for each in begun:
+    first = [loader(config, rank=rank, world=before) for rank in range(before)]
+    for each in first:
         read(itertools.islice(each, 23))
-    states = [each.state_dict() for each in begun]       # without a process group, each state is that of one process
+    states = [each.state_dict() for each in first]       # without a process group, each state is that of one process
     state = plain(states[0] | {"sources": [join_states([one["sources"][0] for one in states])]})
     continued = [loader(config, rank=rank, world=after) for rank in range(after)]
     for each in continued:
@@ -250,15 +250,15 @@ def test_a_stream_continues_with_another_number_of_processes(config: DataConfig,
 
 
 def test_a_continued_stream_continues_again(config: DataConfig) -> None:
-    whole, found = read(loader(config)), list[Any]()
+    whole, batches = read(loader(config)), list[Any]()
     state = None
     for taken in (5, 1, 20, 13, 21):
         each = loader(config)
         if state is not None:
             each.load_state_dict(state)
-        found += read(itertools.islice(each, taken))
+        batches += read(itertools.islice(each, taken))
         state = plain(each.state_dict())
-    assert found == whole
+    assert batches == whole
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -291,8 +291,8 @@ def test_a_file_that_has_changed_is_reported_in_one_sentence(tmp_path: Path, cha
     content = lines_of(text * 60 for text in TEXTS)      # longer than what is hashed at both ends
     path.write_bytes(content)
     config = config_of(path.parent)
-    begun = loader(config, batches=1000)
-    read(itertools.islice(begun, 900))
+    first = loader(config, batches=1000)
+    read(itertools.islice(first, 900))
     saved = DataModule(prepare(config, T), config, T, 0).state_dict()
     middle = content.index(b"document 20 ")
     assert middle > ENDS
@@ -306,7 +306,7 @@ def test_a_file_that_has_changed_is_reported_in_one_sentence(tmp_path: Path, cha
     with pytest.raises(UserError) as caught:             # noqa: PT012
         DataModule(prepare(config, T), config, T, 0).load_state_dict(saved)
         continued = loader(config, batches=1000)
-        continued.load_state_dict(begun.state_dict())
+        continued.load_state_dict(first.state_dict())
         read(continued)
     assert any(word in str(caught.value) for word in ("changed", "contains no .jsonl"))
     assert "\n" not in str(caught.value)
@@ -414,10 +414,10 @@ def test_a_data_set_is_read_like_the_same_lines(config: DataConfig, tmp_path: Pa
     trained = [text for lane in documents_of(whole) for text in lane[:-1]]
     assert set(trained) <= set(TEXTS[10:])
     for taken, buffer in ((1, 16), (17, 16), (41, 16), (250, 140), (400, 70)):
-        begun, continued = (loader(streamed, batches=500, shuffle_buffer=buffer) for _ in range(2))
-        iterator = iter(begun)
+        first, continued = (loader(streamed, batches=500, shuffle_buffer=buffer) for _ in range(2))
+        iterator = iter(first)
         read(itertools.islice(iterator, taken))
-        continued.load_state_dict(plain(begun.state_dict()))
+        continued.load_state_dict(plain(first.state_dict()))
         assert read(itertools.islice(continued, 60)) == read(itertools.islice(iterator, 60))
 
 
@@ -453,9 +453,9 @@ def test_a_mix_of_streams_continues_and_keeps_its_shares(config: DataConfig, tmp
     for world in (1, 2):
         of_each = []
         for rank in range(world):
-            begun, continued = (loader(mix, batches=64, rank=rank, world=world) for _ in range(2))
-            read(itertools.islice(begun, 29))
-            continued.load_state_dict(plain(begun.state_dict()))
+            first, continued = (loader(mix, batches=64, rank=rank, world=world) for _ in range(2))
+            read(itertools.islice(first, 29))
+            continued.load_state_dict(plain(first.state_dict()))
             of_each.append(read(continued))
         assert [x for batches in zip(*of_each, strict=True) for x in zip(*(x for x, _ in batches), strict=True)] == [
             tuple(x[turn:turn + world]) for x, _ in whole[29:] for turn in range(0, 4, world)]
@@ -478,7 +478,7 @@ def test_a_killed_run_continues_bit_for_bit(config: DataConfig, tmp_path: Path) 
     assert whole.status == 0, whole.error
     assert "10 documents for validation" in whole.error
     assert not (tmp_path / ".cache").exists()
-    kill_after(forked(tmp_path, *run, "out_dir=killed"), tmp_path / "killed", random.randrange(8, 50), 0.0)
+    kill_after(fork_run(tmp_path, *run, "out_dir=killed"), tmp_path / "killed", random.randrange(8, 50), 0.0)
     done = done_here(tmp_path, "train", "resume=auto", "out_dir=killed")
     assert done.status == 0, done.error
     assert_same_training(tmp_path / "whole", tmp_path / "killed")

@@ -54,10 +54,10 @@ def test_documents_begin_at_the_end_of_text_before_them(tmp_path_factory: pytest
     index = binidx.read_index(base.with_suffix(".idx"))
     begins = [0, *itertools.accumulate(map(len, documents[:-1]))]
     assert (index.tokens, index.starts.tolist()) == (sum(map(len, documents)), begins)
-    found = token_files.read(binidx.files(str(base)), ByteTokenizer(), 0.4, base.parent / "cache")
-    starts = [*found.train.starts.tolist(), *(found.val.starts + len(found.train)).tolist()]
+    corpus = token_files.read(binidx.files(str(base)), ByteTokenizer(), 0.4, base.parent / "cache")
+    starts = [*corpus.train.starts.tolist(), *(corpus.val.starts + len(corpus.train)).tolist()]
     assert starts == [0, *(begin - ended for begin in begins[1:])]
-    assert found.val.starts[0] == 0
+    assert corpus.val.starts[0] == 0
 
 
 def test_one_document_gives_its_last_part(config: DataConfig, tmp_path: Path) -> None:
@@ -157,9 +157,9 @@ def test_every_truncated_or_altered_index_is_named(tmp_path_factory: pytest.Temp
 
 
 def test_negative_ids_and_empty_files_are_errors(config: DataConfig, tmp_path: Path) -> None:
-    for documents, ctx_len, said in (([[1, -1, 2]], 1, "-1"), ([[]], 1, "empty"), ([[1, 2, 3]], 16, "model.ctx_len")):
+    for documents, ctx_len, words in (([[1, -1, 2]], 1, "-1"), ([[]], 1, "empty"), ([[1, 2, 3]], 16, "model.ctx_len")):
         write(tmp_path / "data", documents, "int32")
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=words):
             prepare(config, ctx_len)
 
 

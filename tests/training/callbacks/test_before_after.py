@@ -33,9 +33,9 @@ KILLED = "trainer.max_steps=6", "trainer.val_every=3", "trainer.checkpoint_every
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Enters a folder with a model and texts. held_out.jsonl is the first line of talks.jsonl: its validation split."""
     byte_model(tmp_path / "base7.safetensors", n_layer=2, n_embd=64)             # small, because english.txt is read often
-    talks = [json.dumps({"prompt": f"{number} and one?", "completion": str(number + 1)}) for number in range(9)]
-    (tmp_path / "talks.jsonl").write_text("\n".join(talks))
-    (tmp_path / "held_out.jsonl").write_text(talks[0])
+    conversations = [json.dumps({"prompt": f"{number} and one?", "completion": str(number + 1)}) for number in range(9)]
+    (tmp_path / "talks.jsonl").write_text("\n".join(conversations))
+    (tmp_path / "held_out.jsonl").write_text(conversations[0])
     (tmp_path / "guard.txt").write_text("Some other text.\n" * 9)
     monkeypatch.chdir(tmp_path)
     return tmp_path

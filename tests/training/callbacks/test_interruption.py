@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import SMALL, assert_same_training, done_here, finish, forked, losses, wait_for
+from training_runs import SMALL, assert_same_training, done_here, finish, fork_run, losses, wait_for
 
 from rwkv.checkpoint.files import read_checkpoint
 
@@ -43,7 +43,7 @@ def test_a_run_that_is_asked_to_stop_continues_bit_for_bit(folder: Path, whole: 
                                                            environment: dict[str, str]) -> None:
     """The signal comes before the first checkpoint. SIGHUP comes twice, from the kernel and the shell of a closing terminal."""
     run = folder / f"{name}, stopped"
-    process = forked(folder, *RUN, f"out_dir={run.name}", **environment)
+    process = fork_run(folder, *RUN, f"out_dir={run.name}", **environment)
     wait_for(process, run, 5)
     for _ in range(times):
         process.send_signal(getattr(signal, name))
@@ -63,7 +63,7 @@ def test_a_run_that_is_asked_to_stop_continues_bit_for_bit(folder: Path, whole: 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_sigterm_to_all_processes_of_a_job_loses_nothing(folder: Path, whole: Path) -> None:
     """systemd and SLURM also send the signal to the workers that load data."""
-    process = forked(folder, *RUN, "data.num_workers=2", "out_dir=all")
+    process = fork_run(folder, *RUN, "data.num_workers=2", "out_dir=all")
     wait_for(process, folder / "all", 5)
     workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     for pid in (*workers, process.pid):
@@ -78,7 +78,7 @@ def test_a_sigterm_to_all_processes_of_a_job_loses_nothing(folder: Path, whole: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_loader_that_is_killed_ends_the_run_with_one_sentence(folder: Path) -> None:
-    process = forked(folder, *RUN, "data.num_workers=1", "out_dir=killed", "trainer.max_steps=100000")
+    process = fork_run(folder, *RUN, "data.num_workers=1", "out_dir=killed", "trainer.max_steps=100000")
     wait_for(process, folder / "killed", 5)
     (worker,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(worker), signal.SIGKILL)
@@ -111,7 +111,7 @@ def test_an_incomplete_environment_of_torchrun_is_reported_in_one_sentence(folde
 
 def test_a_run_without_a_checkpoint_restarts_and_keeps_its_earlier_files(folder: Path, whole: Path, tmp_path: Path,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint that Lightning writes in a job of SLURM, hpc_ckpt_1.ckpt, is not read."""
+    """The checkpoint that Lightning writes in a SLURM job, hpc_ckpt_1.ckpt, is not read."""
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     run = tmp_path / "run"
@@ -130,11 +130,11 @@ def test_a_run_without_a_checkpoint_restarts_and_keeps_its_earlier_files(folder:
     assert_same_training(run, whole)
 
 
-def test_the_best_checkpoint_is_continued_where_it_is_the_only_one(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_run_without_last_ckpt_resumes_from_best_ckpt(folder: Path, whole: Path, tmp_path: Path) -> None:
     """The run was killed after its first validation, which wrote best.ckpt. Damage to kernel.json costs only times."""
     validating = (*RUN, "trainer.val_every=25", "trainer.max_steps=40")
     assert done_here(folder, "train", *validating, f"out_dir={tmp_path}/whole").status == 0
-    process = forked(folder, *validating, f"out_dir={tmp_path}/killed")
+    process = fork_run(folder, *validating, f"out_dir={tmp_path}/killed")
     wait_for(process, tmp_path / "killed", 27)
     process.kill()
     finish(process)
@@ -149,7 +149,7 @@ def test_the_best_checkpoint_is_continued_where_it_is_the_only_one(folder: Path,
 def test_a_failed_save_at_a_stop_is_reported_and_loses_no_earlier_checkpoint(folder: Path, tmp_path: Path) -> None:
     """A file is in the place of the checkpoints' folder, so that not even root can write a checkpoint."""
     run = tmp_path / "run"
-    process = forked(folder, *RUN, "trainer.max_steps=100000", f"out_dir={run}")
+    process = fork_run(folder, *RUN, "trainer.max_steps=100000", f"out_dir={run}")
     wait_for(process, run, 5)
     (run / "checkpoints").write_text("in the way")
     process.send_signal(signal.SIGUSR1)
@@ -165,7 +165,7 @@ def test_a_directory_that_is_moved_ends_the_run_and_no_part_of_it_appears_again(
                                                                                 options: tuple[str, ...]) -> None:
     """The first file that the run writes afterwards is metrics.csv, or a checkpoint."""
     run = tmp_path / "run"
-    process = forked(folder, *RUN, *options, "trainer.max_steps=100000", "trainer.sample_every=0", f"out_dir={run}")
+    process = fork_run(folder, *RUN, *options, "trainer.max_steps=100000", "trainer.sample_every=0", f"out_dir={run}")
     while process.poll() is None and not any((run / name).is_file() for name in ("metrics.csv", "checkpoints/last.ckpt")):
         time.sleep(0.01)
     run.rename(tmp_path / "moved")

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from programs import composed
+from programs import compose
 
 from rwkv.config import OptimConfig, TrainConfig, TrainerConfig
 from rwkv.training.memory.estimate import estimate
@@ -14,12 +14,12 @@ from rwkv.training.run.options import check_new_run
 
 V, GIB = 65536, 2 ** 30
 OPTIONS = ("model=rwkv7_1.5b", "model.ctx_len=1024", "data.batch_size=8", "trainer.precision=bf16-mixed")
-LARGE: TrainConfig = composed("train", *OPTIONS)
+LARGE: TrainConfig = compose("train", *OPTIONS)
 
 
 def test_advised_options_can_be_typed_and_need_the_stated_memory() -> None:
     for remedy in remedies(LARGE, V, 1, "cuda", 12 * GIB):
-        config = composed("train", *OPTIONS, *remedy.options.split())
+        config = compose("train", *OPTIONS, *remedy.options.split())
         check_new_run(config, [])
         devices = config.trainer.devices if config.trainer.strategy == "fsdp" else 1
         assert estimate(config, V, devices, 12 * GIB).total == remedy.need, remedy.options

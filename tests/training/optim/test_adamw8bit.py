@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import Run, one_sentence
-from training_runs import SMALL, TEXT, assert_same_training, done_here, forked, kill_after, losses
+from training_runs import SMALL, TEXT, assert_same_training, done_here, fork_run, kill_after, losses
 
 from kernels.select import select
 from rwkv.checkpoint.files import read_checkpoint
@@ -159,7 +159,7 @@ def test_a_run_continues_bit_for_bit_and_its_checkpoint_is_read_like_any_other(t
     for name, run_options in (("whole", options), ("adamw", RUN)):
         result = done_here(tmp_path, "train", *run_options, f"out_dir={name}")
         assert result.status == 0, result.error
-    process = forked(tmp_path, *options, "out_dir=killed")
+    process = fork_run(tmp_path, *options, "out_dir=killed")
     kill_after(process, tmp_path / "killed", 12, 0.0)
     result = done_here(tmp_path, "train", "resume=auto", "out_dir=killed")
     assert result.status == 0, result.error

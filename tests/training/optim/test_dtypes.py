@@ -120,15 +120,15 @@ def test_muons_directions_are_the_same_within_rounding(shape: tuple[int, ...], w
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(("options", "said"), [
+@pytest.mark.parametrize(("options", "labels"), [
     (("optim=normuon",), ["optimiser"]), (("trainer.precision=bf16-mixed",), ["WARNING"]),
     (("trainer.precision=fp16-mixed",), ["WARNING"]), (("trainer.precision=auto",), [])])
-def test_the_plan_says_which_dtype_is_used_and_which_is_slow(options: tuple[str, ...], said: list[str], run: Run,
+def test_the_plan_says_which_dtype_is_used_and_which_is_slow(options: tuple[str, ...], labels: list[str], run: Run,
                                                              without_bfloat16: None) -> None:
     Path("text.txt").write_text(TEXT)
     status, _, error = run("train", *SMALL, "plan=true", *options)
     assert status == 0, error
-    assert [line.split()[0] for line in error.splitlines() if "float16" in line] == said
+    assert [line.split()[0] for line in error.splitlines() if "float16" in line] == labels
 
 
 @pytest.mark.programs

@@ -114,8 +114,8 @@ def test_a_zero_gradient_gives_a_zero_direction() -> None:
     assert torch.equal(orthogonal(torch.zeros(2, 4, 6)), torch.zeros(2, 4, 6))
 
 
-def test_state_follows_matrices_of_which_some_have_no_gradient_at_times() -> None:
-    """The states of matrices of one shape lie in one stack. Each matrix keeps its own state, whichever others move."""
+def test_each_matrix_keeps_its_state_when_some_matrices_have_no_gradient() -> None:
+    """The states of all matrices of one shape are in one stack."""
     together, alone = matrices(), matrices()
     optimizer, apart = muon(together, [], row_beta=0.9), [muon([matrix], [], row_beta=0.9) for matrix in alone]
     for step, moved in enumerate(({0, 1, 2, 3, 4}, {0, 3}, {1, 2, 4}, {0, 1, 2, 3, 4})):

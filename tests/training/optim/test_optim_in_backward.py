@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import each_generation, small_model
 from programs import Run, one_sentence
-from training_runs import OWN, SMALL, TEXT, assert_same_training, done_here, forked, kill_after
+from training_runs import OWN, SMALL, TEXT, assert_same_training, done_here, fork_run, kill_after
 
 from kernels.bench.profiler import extra_bytes
 from kernels.select import select
@@ -139,7 +139,7 @@ def test_a_run_is_the_same_with_and_without_and_after_a_kill(tmp_path: Path) -> 
         assert result.status == 0, result.error
     own = (*OWN, "/timemix/run/trainer/optim_in_backward")
     assert_same_training(tmp_path / "during", tmp_path / "after", own)
-    process = forked(tmp_path, *RUN, IN_BACKWARD, "out_dir=killed")
+    process = fork_run(tmp_path, *RUN, IN_BACKWARD, "out_dir=killed")
     kill_after(process, tmp_path / "killed", 12, 0.0)
     result = done_here(tmp_path, "train", "resume=auto", "out_dir=killed", IN_BACKWARD)
     assert result.status == 0, result.error

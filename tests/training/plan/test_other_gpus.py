@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import Run, composed
+from programs import Run, compose
 from training_runs import TEXT
 
 from rwkv import config as options
@@ -101,7 +101,7 @@ def test_small_passes_wait_for_the_host() -> None:
 @pytest.mark.parametrize(("model", "n_embd"), [("rwkv7_0.1b", 768), ("rwkv7_0.4b", 768), ("rwkv7_1.5b", 2048),
                                                ("rwkv7_13.3b", 2048), ("7b", 768)])
 def test_the_nearest_width_is_used(model: str, n_embd: int) -> None:
-    config = composed("train", f"model={model}", "trainer.precision=bf16-mixed")
+    config = compose("train", f"model={model}", "trainer.precision=bf16-mixed")
     assert (nearest_measurement(config).n_embd, nearest_measurement(config).generation) == (n_embd, config.model.generation)
 
 
@@ -113,16 +113,16 @@ def test_the_nearest_width_is_used(model: str, n_embd: int) -> None:
     (("trainer=ddp", "trainer.devices=1", "plan=true"), False),
     (("trainer=ddp", "trainer.devices=100000", "trainer.accelerator=cpu", "plan=true"), False)])
 def test_which_plans_are_for_other_machines(arguments: tuple[str, ...], elsewhere: bool) -> None:
-    assert is_planned_elsewhere(composed("train", *arguments)) == elsewhere
+    assert is_planned_elsewhere(compose("train", *arguments)) == elsewhere
 
 
 def test_the_table_in_the_documentation_equals_that_of_the_plan() -> None:
     rows = {cells[0]: cells[1:] for line in (ROOT / "docs/scale.md").read_text(encoding="utf-8").splitlines()
             if line.startswith("| ") for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
     for column, (model, strategy, nodes) in enumerate((("1.5b", "ddp", 1), ("7.2b", "fsdp", 4), ("13.3b", "fsdp", 8))):
-        config = composed("train", f"model=rwkv7_{model}", f"trainer={strategy}", "trainer.devices=8", "model.ctx_len=10240",
-                          f"trainer.num_nodes={nodes}", f"data.batch_size={8 * nodes}", "trainer.precision=bf16-mixed",
-                          "trainer.activation_checkpointing=true", "plan=h100")
+        config = compose("train", f"model=rwkv7_{model}", f"trainer={strategy}", "trainer.devices=8", "model.ctx_len=10240",
+                         f"trainer.num_nodes={nodes}", f"data.batch_size={8 * nodes}", "trainer.precision=bf16-mixed",
+                         "trainer.activation_checkpointing=true", "plan=h100")
         result = plan_on(config, 65536, GPUS["h100"])
         fixed = estimate(config, 65536, result.devices, round(GPUS["h100"].gib * GIB)).fixed
         size = one_checkpoint_bytes(config, 65536) / 1e9
@@ -140,9 +140,9 @@ def test_the_table_in_the_documentation_equals_that_of_the_plan() -> None:
 
 def test_the_option_link_requires_a_plan() -> None:
     with pytest.raises(UserError) as error:
-        check_new_run(composed("train", "trainer.link_gbps=100"), ["trainer.link_gbps"])
+        check_new_run(compose("train", "trainer.link_gbps=100"), ["trainer.link_gbps"])
     assert "plan=true" in str(error.value)
-    check_new_run(composed("train", "trainer.link_gbps=100", "plan=h100"), ["trainer.link_gbps"])
+    check_new_run(compose("train", "trainer.link_gbps=100", "plan=h100"), ["trainer.link_gbps"])
 
 
 def test_rows_that_cannot_be_divided_are_planned_for_the_next_number_that_can() -> None:
@@ -156,7 +156,7 @@ def test_rows_that_cannot_be_divided_are_planned_for_the_next_number_that_can() 
 
 def test_a_cpu_is_not_a_gpu() -> None:
     with pytest.raises(UserError):
-        composed("train", "trainer=cpu", "plan=h100")
+        compose("train", "trainer=cpu", "plan=h100")
 
 
 # The program

@@ -104,7 +104,7 @@ def test_another_busy_program_is_noticed() -> None:
 
 
 def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs Python without the variables that say how long threads wait, except those in `environment`."""
+    """Runs Python without the variables that set how long waiting threads spin, except those in `environment`."""
     inherited = {name: value for name, value in os.environ.items() if name not in threads.SETTINGS}
     return subprocess.run([sys.executable, *arguments], env=inherited | environment, capture_output=True, text=True,
                           check=False, cwd=Path(__file__).parents[3])
@@ -166,16 +166,17 @@ def test_the_estimate_has_no_side_effects() -> None:
 # Validation of a part, and validation that takes long
 
 
-@pytest.mark.parametrize(("val_tokens", "time_share", "said"), [
+@pytest.mark.parametrize(("val_tokens", "time_share", "words"), [
     (None, 0.3, []),
     (None, 0.5, ["30 times", "all 120 tokens", "50 %"]),
     (30, 0.2, ["30 times", "the first 30 of 120 tokens"]),
     (999, 0.5, ["30 times", "all 120 tokens", "50 %"]),
 ])
-def test_the_plan_has_a_line_for_partial_or_long_validation(val_tokens: int | None, time_share: float, said: list[str]) -> None:
+def test_the_plan_has_a_line_for_partial_or_long_validation(val_tokens: int | None, time_share: float,
+                                                            words: list[str]) -> None:
     lines = list(this_machine._validation(val_tokens, 120, 30, time_share))
-    assert len(lines) == bool(said)
-    assert not [part for part in said if part not in lines[0][1]]
+    assert len(lines) == bool(words)
+    assert not [part for part in words if part not in lines[0][1]]
 
 
 @pytest.mark.programs

@@ -23,8 +23,8 @@ SMALL = ("model.n_layer=1", "model.n_embd=32", "model.ctx_len=32", "data.tokeniz
 
 def write_data(folder: Path) -> None:
     (folder / "text.txt").write_text(TEXT[:1500])
-    talks = [{"prompt": f"{number} and one?", "completion": str(number + 1)} for number in range(20)]
-    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    conversations = [{"prompt": f"{number} and one?", "completion": str(number + 1)} for number in range(20)]
+    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, conversations)))
 
 
 def corpus_of(folder: Path, kind: str, B: int, accumulate: int = 1) -> tuple[TrainConfig, Corpus]:

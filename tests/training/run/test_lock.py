@@ -43,7 +43,7 @@ def fork(do: Callable[[], object]) -> int:
 
 
 @contextmanager
-def held_by_another(folder: Path) -> Iterator[None]:
+def lock_by_another(folder: Path) -> Iterator[None]:
     """Makes another process hold the lock, which has a child process, such as a data loader.
 
     At the end the process is killed, and the lock must be free although the child is still alive.
@@ -77,7 +77,7 @@ def held_by_another(folder: Path) -> Iterator[None]:
 
 
 def test_a_killed_process_holds_nothing_whatever_its_children_do(tmp_path: Path) -> None:
-    with held_by_another(tmp_path), pytest.raises(UserError):
+    with lock_by_another(tmp_path), pytest.raises(UserError):
         RunLock().hold(tmp_path)
     RunLock().hold(tmp_path)
 
@@ -102,7 +102,7 @@ def test_a_second_process_is_refused_before_any_work(run: Program, tmp_path: Pat
     checkpoint = tmp_path / "mine" / "checkpoints" / "last.ckpt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes(b"")
-    with held_by_another(tmp_path / "mine"):
+    with lock_by_another(tmp_path / "mine"):
         one_sentence(run("train", *arguments), "mine", "out_dir")
     assert [path.name for path in checkpoint.parent.iterdir()] == ["last.ckpt"]
 
@@ -110,7 +110,7 @@ def test_a_second_process_is_refused_before_any_work(run: Program, tmp_path: Pat
 def test_of_two_new_runs_in_one_directory_the_second_stops(tmp_path: Path) -> None:
     run = Run(tmp_path / "new", TrainConfig())
     run.out_dir.mkdir()
-    with held_by_another(run.out_dir), pytest.raises(UserError):
+    with lock_by_another(run.out_dir), pytest.raises(UserError):
         create(run, {})
     assert [path.name for path in run.out_dir.iterdir()] == [lock.NAME]
 

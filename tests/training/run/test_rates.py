@@ -70,7 +70,7 @@ def test_a_last_rate_that_the_default_schedule_would_ignore_is_refused(method: s
 def test_the_options_of_an_experiment_and_of_a_debug_run_stay() -> None:
     line = cli.split(["experiment=shakespeare_char", "debug=overfit", "init_from=FILE"], TrainConfig)
     config = TrainConfig(init_from="FILE", optim=OptimConfig(lr=3e-3, min_lr=1e-6, schedule="linear", warmup_steps=0))
-    assert with_default_rates(config, {*line.keys, *line.chosen}) == (config, ())
+    assert with_default_rates(config, {*line.keys, *line.chosen_keys}) == (config, ())
 
 
 @pytest.mark.parametrize("method", TUNING_DEFAULTS)

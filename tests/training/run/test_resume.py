@@ -26,7 +26,7 @@ from training_runs import (
     damage,
     done_here,
     finish,
-    forked,
+    fork_run,
     kill_after,
     losses,
     same,
@@ -63,7 +63,7 @@ def whole(folder: Path) -> Path:
 
 @pytest.mark.programs
 def test_a_killed_run_equals_the_uninterrupted_run(folder: Path, whole: Path) -> None:
-    kill_after(forked(folder, *RUN, "out_dir=killed"), folder / "killed", STEPS // 3, 0.1)
+    kill_after(fork_run(folder, *RUN, "out_dir=killed"), folder / "killed", STEPS // 3, 0.1)
     result = done_here(folder, "train", "resume=auto", "out_dir=killed")
     assert result.status == 0, result.error
     assert "continued from" in result.error
@@ -291,7 +291,7 @@ def test_a_full_disk_stops_the_run_and_keeps_earlier_checkpoints(folder: Path, w
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
     limit = len(before["last.ckpt"]) // 2
-    result = finish(forked(folder, "resume=auto", f"out_dir={tmp_path}", f"trainer.max_steps={STEPS + 30}", largest=limit))
+    result = finish(fork_run(folder, "resume=auto", f"out_dir={tmp_path}", f"trainer.max_steps={STEPS + 30}", largest=limit))
     assert result.status == 2
     last = result.error.splitlines()[-1]
     assert last.startswith(f"error: the checkpoint {tmp_path}/checkpoints/last.ckpt cannot be written: ")
@@ -304,7 +304,7 @@ def test_a_disk_that_is_full_at_a_row_of_metrics_says_which_file_and_how_to_cont
     options = (*SHORT, "trainer.log_every=1", "trainer.max_steps=300", "trainer.checkpoint_every=300", "trainer.val_every=300",
                f"out_dir={tmp_path / 'full'}")
     assert done_here(folder, "train", *options, "plan=true").status == 0                # the plan tokenises the text
-    result = finish(forked(folder, *options, largest=12_000))
+    result = finish(fork_run(folder, *options, largest=12_000))
     assert result.status == 2, result.error
     last = result.error.splitlines()[-1]
     assert last.startswith("error: training stopped at step ")

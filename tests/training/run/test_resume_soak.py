@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from training_runs import SMALL, assert_same_training, finish, killed_and_continued, start
+from training_runs import SMALL, assert_same_training, finish, kill_and_continue, start
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
@@ -23,6 +23,6 @@ TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
 def test_kills_of_a_run(folder: Path, name: str, options: tuple[str, ...], kills: int, steps: int, seed: int) -> None:
     arguments = (*RUN, *options, f"trainer.max_steps={steps}")
     assert finish(start(folder, "train", *arguments, f"out_dir=whole {name}")).status == 0
-    result = killed_and_continued(folder, arguments, f"killed {name}", kills, steps, seed)
+    result = kill_and_continue(folder, arguments, f"killed {name}", kills, steps, seed)
     assert result.status == 0, result.error
     assert_same_training(folder / f"killed {name}", folder / f"whole {name}")

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 from files import byte_model, same_tensors
-from forked import METHOD, ROOT, preloaded
-from programs import composed
+from forked import METHOD, ROOT, preloaded_context
+from programs import compose
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -82,12 +82,12 @@ def train_cases(folder: Path, cases: list[Case]) -> None:
     with processes.connect_processes():
         for case in cases:
             line = cli.split(list(case), TrainConfig)
-            config = composed("train", *case)
-            fit.train(processes.broadcast_from_rank0(lambda: open_run(config, line.keys, line.chosen)))      # noqa: B023
+            config = compose("train", *case)
+            fit.train(processes.broadcast_from_rank0(lambda: open_run(config, line.keys, line.chosen_keys)))      # noqa: B023
 
 
 def run_in_processes(count: int, function: Callable[..., None], *arguments: Any) -> None:
-    preloaded()
+    preloaded_context()
     with TemporaryDirectory(ignore_cleanup_errors=True) as logs:
         config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
                               rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", start_method=METHOD,
@@ -100,8 +100,8 @@ def write_tuning_files(folder: Path) -> None:
         byte_model(folder / f"base{generation[-1]}.safetensors", generation, n_layer=2, n_embd=64)
     pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    talks = [{"prompt": f"{n} and one?", "completion": f"{n + 1}"} for n in range(24)]
-    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    conversations = [{"prompt": f"{n} and one?", "completion": f"{n + 1}"} for n in range(24)]
+    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, conversations)))
 
 
 def train_one_and_two(folder: Path, cases: dict[str, Case]) -> Path:
@@ -218,7 +218,7 @@ def test_tuned_weights_are_saved_as_files(method: str, trained: str, request: py
     one, two = (read_checkpoint(runs / f"{method}-{name}") for name in ("one", "two"))
     for name, tensor in one.weights.items():
         torch.testing.assert_close(two.weights[name], tensor, rtol=1e-3, atol=1e-4)
-    for path in tuned_files(composed("train", f"tune={method}"), Path()):
+    for path in tuned_files(compose("train", f"tune={method}"), Path()):
         first, second = ((runs / f"{method}-{name}" / path) for name in ("one", "two"))
         assert abs(first.stat().st_size - second.stat().st_size) < 100
 
@@ -281,14 +281,14 @@ def test_options_that_cannot_be_sharded_are_refused() -> None:
 # Everything, with four processes
 
 
-TALK = (*COMMON, "data=chat", "optim.lr=1e-3", "tune.guard=null", "model.ctx_len=128")
-TALKS, PAIRS = ("data.path=talks.jsonl",), ("data.path=pairs.jsonl", "tune.objective=dpo")
-TUNED = {"lora": (*TALKS, "tune=lora", "tune.rank=2"), "state": (*TALKS, "tune=state"),
+CONVERSATION = (*COMMON, "data=chat", "optim.lr=1e-3", "tune.guard=null", "model.ctx_len=128")
+CONVERSATIONS, PAIRS = ("data.path=talks.jsonl",), ("data.path=pairs.jsonl", "tune.objective=dpo")
+TUNED = {"lora": (*CONVERSATIONS, "tune=lora", "tune.rank=2"), "state": (*CONVERSATIONS, "tune=state"),
          "dpo": (*PAIRS, "tune=lora", "tune.rank=2"), "dpo-full": (*PAIRS, "optim.lr=1e-4")}
 OPTIMISERS = {"adamw": ("optim.name=adamw",), "normuon": NORMUON}        # states have no weight decay, NORMUON's second option
 MATRIX = {f"{generation}-{optim}": (*TEXT, *(RWKV7 if generation == "rwkv7" else ()), *options)
           for generation in ("rwkv4", "rwkv7") for optim, options in OPTIMISERS.items()}
-MATRIX |= {f"{generation}-{optim}-{method}": (*TALK, *tuned, *(options[:1] if method == "state" else options),
+MATRIX |= {f"{generation}-{optim}-{method}": (*CONVERSATION, *tuned, *(options[:1] if method == "state" else options),
                                              f"init_from=base{generation[-1]}.safetensors")
            for generation in ("rwkv4", "rwkv7") for optim, options in OPTIMISERS.items() for method, tuned in TUNED.items()
            if (generation, method) != ("rwkv4", "state")}

@@ -307,13 +307,13 @@ def test_a_recipe_that_has_more_values_than_when_the_sweep_began_is_named(tmp_pa
     (tmp_path / "text.txt").write_text("text")
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("hydra: {sweeper: {params: {seed: '0,1'}}}")
-    begun = make_sweep(f"experiment={recipe}", *SMALL, "kernel=conv1d", "logger=csv", f"out_dir={tmp_path / 'swept'}")
-    begun.folder.mkdir()
-    begun.save()
-    assert {*make_sweep("resume=auto", f"out_dir={begun.folder}").configs} == {"seed=0", "seed=1"}
+    first = make_sweep(f"experiment={recipe}", *SMALL, "kernel=conv1d", "logger=csv", f"out_dir={tmp_path / 'swept'}")
+    first.folder.mkdir()
+    first.save()
+    assert {*make_sweep("resume=auto", f"out_dir={first.folder}").configs} == {"seed=0", "seed=1"}
     recipe.write_text("hydra: {sweeper: {params: {seed: '0,1', optim.lr: '1e-3,2e-3'}}}")
     with pytest.raises(UserError, match=r"seed=0 .*optim\.lr"):
-        make_sweep("resume=auto", f"out_dir={begun.folder}")
+        make_sweep("resume=auto", f"out_dir={first.folder}")
 
 
 def test_a_long_name_is_shortened_for_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,10 +66,10 @@ def test_the_same_command_begins_a_run_and_resumes_it(tmp_path: Path, tokenizer:
     for name in ("base.safetensors", "other.safetensors"):
         save(tokenizer, tmp_path / name)
     config = TrainConfig(init_from="base.safetensors", resume="auto", out_dir="run", tune=TuneConfig(method=method))
-    begun = open_run(config, ["init_from", "resume", "out_dir"], ["tune.method"])
+    run = open_run(config, ["init_from", "resume", "out_dir"], ["tune.method"])
     Path("run").mkdir()
-    Path("run/config.yaml").write_text(yaml.safe_dump(as_plain(begun.config)), encoding="utf-8")
-    assert open_run(config, ["init_from", "resume", "out_dir"], ["tune.method"]).config.init_from == begun.config.init_from
+    Path("run/config.yaml").write_text(yaml.safe_dump(as_plain(run.config)), encoding="utf-8")
+    assert open_run(config, ["init_from", "resume", "out_dir"], ["tune.method"]).config.init_from == run.config.init_from
     base = r"base\.safetensors"
     for other, message in (("other.safetensors", base), (None, base), ("missing.pth", "missing")):
         with pytest.raises(UserError, match=message):
@@ -111,7 +111,7 @@ def test_the_model_to_train_is_that_of_the_file(tmp_path: Path, tokenizer: JsonT
 
 
 @pytest.mark.parametrize("base", ["int8", "int4"])
-def test_frozen_weights_for_a_gpu_are_layers_that_compute_there(tmp_path: Path, tokenizer: JsonTokenizer, base: str) -> None:
+def test_frozen_layers_for_a_gpu_can_compute_there(tmp_path: Path, tokenizer: JsonTokenizer, base: str) -> None:
     """The layers for a CPU multiply in C or FBGEMM, and do not move to a GPU."""
     save(tokenizer, tmp_path / "model.safetensors")
     checkpoint = read_checkpoint(tmp_path / "model.safetensors")

@@ -13,7 +13,7 @@ from files import SIZES, byte_model
 from models import small_model
 from programs import Run, one_sentence
 from safetensors.torch import load_file
-from training_runs import assert_same_training, content, done_here, forked, kill_after, losses, same
+from training_runs import assert_same_training, content, done_here, fork_run, kill_after, losses, same
 
 from rwkv.chat.turn_templates import chat_template
 from rwkv.config import DataConfig, TuneConfig
@@ -190,7 +190,7 @@ def test_a_step_read_in_passes_is_the_same_step(folder: Path, run: Run, method: 
 def test_a_killed_run_continues_bit_for_bit(folder: Path, method: str) -> None:
     arguments = (*OPTIONS[:-1], f"tune={method}", "trainer.max_steps=20", "trainer.val_every=10", "trainer.checkpoint_every=5")
     assert done_here(folder, "train", *arguments, BASE, "out_dir=whole").status == 0
-    kill_after(forked(folder, *arguments, BASE, "out_dir=killed"), folder / "killed", 8, 0.05)
+    kill_after(fork_run(folder, *arguments, BASE, "out_dir=killed"), folder / "killed", 8, 0.05)
     result = done_here(folder, "train", *arguments, "resume=auto", "out_dir=killed")
     assert result.status == 0, result.error
     assert "continued from" in result.error
@@ -255,10 +255,10 @@ def test_the_shorter_of_two_right_answers_is_preferred_to_new_questions(folder: 
     """The base has seen both answers equally often: the letter, and the letter after a word."""
     questions = [f"{one}{two}?" for one in "abcdefgh" for two in "abcdefgh"]
     random.Random(0).shuffle(questions)
-    talks = [{"prompt": question, "completion": answer} for question in questions
-             for answer in (question[0], f"the {question[0]}")]
+    conversations = [{"prompt": question, "completion": answer} for question in questions
+                     for answer in (question[0], f"the {question[0]}")]
     pairs = [{"prompt": question, "chosen": question[0], "rejected": f"the {question[0]}"} for question in questions]
-    Path("talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    Path("talks.jsonl").write_text("\n".join(map(json.dumps, conversations)))
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     common = ("data=chat", "data.cache_dir=cache", "trainer=cpu", "logger=csv", "model.ctx_len=128", "trainer.sample_tokens=0",
               "trainer.sample_every=0", "trainer.malloc=default")

@@ -35,8 +35,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     for name in ("rwkv4", "rwkv7"):
         byte_model(folder / f"base{name[-1]}.safetensors", name)
-    talks = [{"prompt": f"{number} and one?", "completion": str(number + 1)} for number in range(12)]
-    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    conversations = [{"prompt": f"{number} and one?", "completion": str(number + 1)} for number in range(12)]
+    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, conversations)))
     return folder
 
 
@@ -293,7 +293,7 @@ def test_the_losses_of_a_run_on_a_bfloat16_file_equal_those_of_the_merged_model(
 
 
 @pytest.mark.programs
-def test_a_step_that_is_read_in_passes_is_continued_by_the_same_command(folder: Path, run: Run) -> None:
+def test_a_run_with_several_passes_per_step_resumes_with_the_same_command(folder: Path, run: Run) -> None:
     """4 rows of 256 positions are 2 passes of 512 positions. The plan says so, and the run counts steps of 4 rows."""
     options = ("tune=lora", "tune.rank=2", "model.ctx_len=256", "data.batch_size=4", "trainer.val_every=3")
     out = tune_model(run, *options)
