@@ -83,7 +83,7 @@ def copy(device: str) -> tuple[Callable[[], Any], int]:
 
 
 def read(device: str) -> tuple[Callable[[], Any], int]:
-    """Returns a function that sums a tensor larger than any cache with all threads, and the number of bytes that it reads."""
+    """Returns a function that sums a tensor, with all threads, and the tensor's size in bytes, which exceeds all caches."""
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
     return source.sum, COPY_BYTES[device]
 

@@ -13,8 +13,8 @@ REFRESH = 32                             # after this many passes with proposals
 def pass_cost() -> float:
     """Returns the time of an additional token of a pass, relative to a step, as estimated before any pass has been timed.
 
-    An additional token of the 1.5b model took 0.03 to 0.1 of a step with AVX-512, and 0.18 to 0.35 with AVX2 in int8 and int4;
-    8 rows in GGUF's blocks suggest 0.4 with AVX2 (docs/log.md, "Drafts"). Other CPUs have not been measured.
+    In int8 and int4, an additional token of the 1.5b model took 0.03 to 0.1 of a step with AVX-512, and 0.18 to 0.35 with AVX2.
+    In GGUF's blocks, passes of 8 rows took about 0.4 per token with AVX2 (docs/log.md, "Drafts"). No other CPU was measured.
     """
     return 0.2 if (native.level() or "").startswith("avx512") else 0.4
 

@@ -366,7 +366,7 @@ def _read_record(out_dir: Path) -> dict[str, str] | None:
 
 
 def _last_id(out_dir: Path) -> str | None:
-    # W&B names the file of a run run-ID.wandb
+    # W&B stores a run in the file run-ID.wandb
     files = sorted((out_dir / "wandb").glob("*run-*-*/run-*.wandb"))
     return files[-1].stem.removeprefix("run-") if files else None
 

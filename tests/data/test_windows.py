@@ -150,7 +150,7 @@ def test_a_sampler_continues_from_any_place(taken: int) -> None:
 
 
 @pytest.mark.thorough
-# macOS starts workers afresh, Linux by a fork, which Python 3.12 and later warn of in a process with threads.
+# On Linux, workers are forked. Since Python 3.12, a fork in a process with threads causes a warning.
 @pytest.mark.parametrize(("workers", "later"), [(0, 0), (2, 2), (0, 2), (2, 1), (2, 0)])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, workers: int, later: int) -> None:

@@ -62,7 +62,7 @@ def _large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the graphs for prompts smaller: 33 rows still take two tiles, like 64."""
+    """Limits prompt graphs to 33 rows, which take two tiles, as 64 rows do."""
     monkeypatch.setattr(triton_step, "PROMPT_BUCKETS", (8, LONGEST_PROMPT))
     for module in (prefill_module, engine_module):
         monkeypatch.setattr(module, "SHORT_PROMPT", LONGEST_PROMPT)

@@ -218,7 +218,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.C
 
 
 def test_a_launch(source: Source, cache: Path, nvrtc: str, driver: ctypes.CDLL) -> None:
-    """The context is retained once and the cubin loaded once, and the driver gets every handle and number as it is."""
+    """Two launches retain the context once and load the cubin once. The driver receives all handles and numbers unchanged."""
     x = torch.zeros(3)
     source.launch("second", (5, 2), 32, x, 2, 0.5)
     source.launch("second", 7, (8, 4, 2), x, -3 + 4, -1.5, shared=64)

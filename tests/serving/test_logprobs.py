@@ -97,7 +97,7 @@ def test_a_completions_tokens_add_up_to_its_text(client: "openai.OpenAI", prompt
     choice = client.completions.create(**fields).choices[0]
     logprobs = choice.logprobs
     assert choice.text == text
-    # with echo, the end of the text is such a token
+    # with echo, an end-of-text token at the end also has an entry, with the string token_id:ID
     text_tokens = [token for token in logprobs.tokens if not token.startswith("token_id:")]
     assert "".join(text_tokens) == text
     assert logprobs.text_offset[:len(text_tokens)] == [len("".join(text_tokens[:i])) for i in range(len(text_tokens))]

@@ -1,4 +1,4 @@
-"""Tests of Ollama's and Anthropic's interfaces by their official clients against the real server, and beside OpenAI's."""
+"""Tests the APIs of Ollama and Anthropic with their official clients on a real server, and compares the texts with OpenAI's."""
 
 import json
 import random

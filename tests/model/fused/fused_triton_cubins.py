@@ -21,7 +21,7 @@ from rwkv.model.rwkv7 import fused_triton as rwkv7_triton
 
 
 def launches(N: int) -> Iterator[Any]:
-    """Yields launches of all kernels in float32 and under autocast, and for a single row; gates with and without v_first."""
+    """Yields launches of all kernels: in float32, under autocast, and for a single row; of the gates also without v_first."""
     for dtype, B, T in ((torch.float32, 2, 24), (torch.bfloat16, 2, 24), (torch.bfloat16, 1, 1)):
         H = 2
         C = H * N
