@@ -331,7 +331,7 @@ class JinjaTemplate(ChatTemplate):
         with _ignore_refusals():         # some templates do not allow a prompt after an answer
             prompted = self._render(conversation, True, tools).partition(answer)[2]
         with _ignore_refusals():
-            longer = self._render([*turns, {"role": "user", "content": question}], False, tools)
+            longer = self._render([*conversation, {"role": "user", "content": question}], False, tools)
             between = longer.partition(answer)[2].partition(question)[0]
         end = _answer_end(text, closed, prompted, between)
         stop = _stop_strings(end, between)
