@@ -93,9 +93,9 @@ def matches(folder: Path, checkpoint: str, questions: Sequence[Pair]) -> float:
             "prompts = [template.render([{'role': 'user', 'content': question}]) for question, _ in questions]\n"
             "samples = generate_batch(model, Tokenizer.named('byte'), prompts, 20, stop=template.stop, temperature=0)\n"
             "print(sum(sample.text.strip() == answer for sample, (_, answer) in zip(samples, questions)))\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, input=json.dumps(questions), capture_output=True, text=True,
-                          check=True)
-    return int(done.stdout) / len(questions)
+    process = subprocess.run([sys.executable, "-c", code], cwd=folder, input=json.dumps(questions), capture_output=True,
+                             text=True, check=True)
+    return int(process.stdout) / len(questions)
 
 
 def trained_values(folder: Path, way: str) -> int:

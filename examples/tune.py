@@ -52,8 +52,8 @@ def train(*options: str) -> None:
 def loss(checkpoint: Path, conversations: Path) -> float:
     options = (f"checkpoint={checkpoint.resolve()}", f"data.path={conversations.resolve()}")
     command = [sys.executable, "-m", "rwkv.tools.evaluate", *options]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return float(json.loads(done.stdout.splitlines()[-1])["loss"])
+    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return float(json.loads(process.stdout.splitlines()[-1])["loss"])
 
 
 if __name__ == "__main__":

@@ -135,8 +135,8 @@ def _authorize(service: Service, request: Request) -> None:
     if not keys or request.url.path in OPEN_PATHS:
         return
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    sent = [request.headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
-    matching = [key for key in keys for value in sent
+    request_keys = [request.headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
+    matching = [key for key in keys for value in request_keys
                 if hmac.compare_digest(value.strip().encode("latin-1", "replace"), key.encode())]
     if not matching:
         raise ApiError(401, 'the request must contain one of the server\'s API keys. Send the header "Authorization: Bearer '

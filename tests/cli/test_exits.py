@@ -258,6 +258,6 @@ def test_an_address_or_a_key_that_is_empty_is_refused(run: Run, option: str) -> 
 def test_ctrl_c_during_the_imports_ends_a_program_without_a_traceback(command: list[str], tmp_path: Path) -> None:
     """Each program imports this module in place of the package yaml, and then has not yet read its command line."""
     (tmp_path / "yaml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    ended = subprocess.run([sys.executable, *command], cwd=cli.CONFIGS.parent, capture_output=True, text=True, check=False,
-                           env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+    process = subprocess.run([sys.executable, *command], cwd=cli.CONFIGS.parent, capture_output=True, text=True, check=False,
+                             env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert (process.returncode, process.stderr) == (-signal.SIGINT, "")

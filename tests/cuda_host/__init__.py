@@ -70,10 +70,10 @@ class Host:
     def launch(self, source: Source, kernel: str, grid: object, block: object, *args: object, shared: int = 0) -> None:
         """Executes a launch on the CPU, with the arguments of Source.launch and results in the same tensors."""
         request = _request(kernel, grid, block, shared, ORDERS.index(self.order), args)
-        done = subprocess.run([self.program(source)], input=request, capture_output=True, check=False, env=RUN_OPTIONS)
-        if done.returncode:
-            raise LaunchError(f"{source} {kernel} {grid} x {block}, {self.order}:\n{done.stderr.decode(errors='replace')}")
-        _write_back([arg for arg in args if isinstance(arg, Tensor)], bytearray(done.stdout))
+        process = subprocess.run([self.program(source)], input=request, capture_output=True, check=False, env=RUN_OPTIONS)
+        if process.returncode:
+            raise LaunchError(f"{source} {kernel} {grid} x {block}, {self.order}:\n{process.stderr.decode(errors='replace')}")
+        _write_back([arg for arg in args if isinstance(arg, Tensor)], bytearray(process.stdout))
 
     def _program(self, source: Source) -> Path:
         """Compiles the file and its headers with a table of its kernels; syntax that exists only in CUDA is rewritten."""
@@ -118,10 +118,10 @@ def on_the_cpu(host: Host, order: str = ORDERS[0]) -> Iterator[None]:
 
 def _compile(source: Path, result: Path, *options: str) -> Path:
     assert COMPILER
-    done = subprocess.run([COMPILER, *FLAGS, str(source), *options, "-o", str(result)], capture_output=True, text=True,
-                          check=False)
-    if done.returncode:
-        raise LaunchError(f"g++ on {source}:\n{done.stderr}")
+    process = subprocess.run([COMPILER, *FLAGS, str(source), *options, "-o", str(result)], capture_output=True, text=True,
+                             check=False)
+    if process.returncode:
+        raise LaunchError(f"g++ on {source}:\n{process.stderr}")
     return result
 
 

@@ -409,9 +409,9 @@ def test_a_new_kernel_is_one_file(tmp_path: Path) -> None:
     formula_py = (ROOT / "kernels" / "timex" / "formula.py").read_text(encoding="utf-8")
     kernel = '"""The formula again, as an example."""\n\n' + formula_py[formula_py.index("import torch"):]
     (tmp_path / "kernels" / "timex" / "dummy_v0.py").write_text(kernel, encoding="utf-8")
-    done = subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "The formula again, as an example." in done.stdout
+    process = subprocess.run([sys.executable, "-c", USE], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "The formula again, as an example." in process.stdout
     for op in ("timex", "wkv4"):
         assert "| dummy_v0 | " in (tmp_path / "kernels" / op / "README.md").read_text(encoding="utf-8")
 

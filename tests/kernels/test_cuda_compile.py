@@ -84,9 +84,9 @@ def test_nvcc_agrees(source: Source, tmp_path: Path) -> None:
     """nvcc accepts every source without a warning, so that a user with a CUDA toolkit can profile and debug it."""
     assert NVCC
     macros = [f"-D{name}={value}" for name, value in source.macros.items()]
-    done = subprocess.run([NVCC, "-arch=sm_80", "-cubin", "-std=c++17", "-Werror", "all-warnings", *macros,
-                           "-o", str(tmp_path / "cubin"), str(source.path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([NVCC, "-arch=sm_80", "-cubin", "-std=c++17", "-Werror", "all-warnings", *macros,
+                              "-o", str(tmp_path / "cubin"), str(source.path)], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 def test_a_cubin_is_compiled_once(source: Source, cache: Path, nvrtc: str) -> None:

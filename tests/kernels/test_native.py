@@ -242,8 +242,8 @@ def test_the_build_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     code = (f"import sys; sys.path[:0] = [{str(tmp_path)!r}, '.']\n"
             "from kernels.native import build; print(len(build.sources()))")
-    done = subprocess.run([sys.executable, "-c", code], cwd=build.ROOT, capture_output=True, text=True, check=True)
-    assert int(done.stdout) == len(build.sources())
+    process = subprocess.run([sys.executable, "-c", code], cwd=build.ROOT, capture_output=True, text=True, check=True)
+    assert int(process.stdout) == len(build.sources())
 
 
 @pytest.mark.parametrize("here", [native.Target("riscv64", "linux"), native.Target("x86_64", "plan9")], ids=str)

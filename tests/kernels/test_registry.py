@@ -115,9 +115,9 @@ def test_a_mistake_in_a_kernel_s_file_is_reported_in_one_sentence(tmp_path: Path
     shutil.copytree(Path(registry.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     for name, (text, _) in {**MISTAKES, "_helper": ("\ndef forward(:\n", ""), ".#editor": ("", "")}.items():
         (tmp_path / "kernels" / "timex" / f"{name}.py").write_text(text, encoding="latin-1")
-    done = subprocess.run([sys.executable, "-c", CALLS, *MISTAKES], cwd=tmp_path, capture_output=True, text=True, check=True)
-    errors_by_name = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert all(expected_text in errors_by_name[name] for name, (_, expected_text) in MISTAKES.items()), done.stdout
+    process = subprocess.run([sys.executable, "-c", CALLS, *MISTAKES], cwd=tmp_path, capture_output=True, text=True, check=True)
+    errors_by_name = dict(line.split(" ", 1) for line in process.stdout.splitlines())
+    assert all(expected_text in errors_by_name[name] for name, (_, expected_text) in MISTAKES.items()), process.stdout
     listing = subprocess.run([sys.executable, "-m", "kernels"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert all(name in listing for name in (*MISTAKES, "formula"))
     assert "editor" not in listing

@@ -48,9 +48,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ids=str)
 def cubins(cache: Path, request: pytest.FixtureRequest) -> Cubins:
     arch, once = request.param
-    done = run_python([TESTS / "triton_cubins.py", arch, *(["once"] if once else [])], cache)
-    assert done.returncode == 0, done.stderr
-    return arch, once, json.loads(done.stdout)
+    process = run_python([TESTS / "triton_cubins.py", arch, *(["once"] if once else [])], cache)
+    assert process.returncode == 0, process.stderr
+    return arch, once, json.loads(process.stdout)
 
 
 @pytest.mark.soak
@@ -87,9 +87,9 @@ def check_table(resources: dict[Kernel, Resources]) -> None:
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Returns the output of a pytest process that interprets every kernel."""
     test = f"{TESTS / 'triton_interpreted.py'}::test_every_kernel"
-    done = run_python(["-m", "pytest", test, "--no-header", "--tb=short", "-rA"], tmp_path_factory.mktemp("interpreted"),
-                      interpret=True)
-    return done.stdout + done.stderr
+    process = run_python(["-m", "pytest", test, "--no-header", "--tb=short", "-rA"], tmp_path_factory.mktemp("interpreted"),
+                         interpret=True)
+    return process.stdout + process.stderr
 
 
 @pytest.mark.parametrize(("op", "name"), KERNELS, ids=["-".join(kernel) for kernel in KERNELS])
@@ -100,9 +100,9 @@ def test_a_kernel_under_the_interpreter(op: str, name: str, interpreted: str) ->
 
 @pytest.mark.soak
 def test_under_the_interpreter(tmp_path: Path) -> None:
-    done = run_python(["-m", "pytest", TESTS / "triton_interpreted.py", "--no-header"], tmp_path, interpret=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout.splitlines()[-1], done.stdout
+    process = run_python(["-m", "pytest", TESTS / "triton_interpreted.py", "--no-header"], tmp_path, interpret=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert " passed" in process.stdout.splitlines()[-1], process.stdout
 
 
 def test_every_kernel_compiles(cubins: Cubins) -> None:

@@ -74,11 +74,11 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.programs
 def test_a_third_generation_runs_in_all_programs(program: Path) -> None:
     """The toy generation runs through all programs, and the terminal names its kernel and its decoder."""
-    done = subprocess.run([sys.executable, "-c", DRIVER], cwd=program, env=ENVIRONMENT, capture_output=True, text=True,
-                          check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "RWKV-9" in done.stderr
-    assert "decoding: PyTorch (RWKV-9 has no decoding step in C)" in done.stderr
-    assert "reference (chosen by auto: not measured on cpu yet)" in done.stderr
-    assert "continued from" in done.stderr
-    assert len(done.stdout.partition("SAMPLE\n")[2]) >= 12
+    process = subprocess.run([sys.executable, "-c", DRIVER], cwd=program, env=ENVIRONMENT, capture_output=True, text=True,
+                             check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "RWKV-9" in process.stderr
+    assert "decoding: PyTorch (RWKV-9 has no decoding step in C)" in process.stderr
+    assert "reference (chosen by auto: not measured on cpu yet)" in process.stderr
+    assert "continued from" in process.stderr
+    assert len(process.stdout.partition("SAMPLE\n")[2]) >= 12

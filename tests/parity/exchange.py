@@ -87,7 +87,7 @@ def in_peers_environment(*arguments: str, cwd: Path | None = None, peer: str = "
     if not python.exists():
         raise SystemExit(f"no {python}: `make peers` sets it up")
     environment = os.environ | ENVIRONMENT | ({"RWKV_V7_ON": "1"} if peer == "rwkv7" else {})
-    done = subprocess.run([python, "-I", *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"in the peers' environment, {' '.join(arguments)} failed:\n{done.stderr[-4000:]}")
-    return done.stdout
+    process = subprocess.run([python, "-I", *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"in the peers' environment, {' '.join(arguments)} failed:\n{process.stderr[-4000:]}")
+    return process.stdout

@@ -290,12 +290,12 @@ def run(environment: str, jobs: list[dict[str, Any]]) -> None:
         jobs_file = Path(jobs[0]["result"]).parent / f"{environment} jobs.json"
         jobs_file.write_text(json.dumps(jobs), encoding="utf-8")
         variables = {"RWKV_V7_ON": "1", "TRITON_INTERPRET": "1", "HF_MODULES_CACHE": str(jobs_file.parent)}
-        done = subprocess.run([python, "-I", file_peers.__file__, jobs_file], env=os.environ | ENVIRONMENT | variables,
-                              capture_output=True, text=True)
-        if done.returncode == 0:
+        process = subprocess.run([python, "-I", file_peers.__file__, jobs_file], env=os.environ | ENVIRONMENT | variables,
+                                 capture_output=True, text=True)
+        if process.returncode == 0:
             return
         last = next(number for number, job in enumerate(jobs) if not Path(job["result"] + file_peers.DONE).exists())
-        reason = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]
+        reason = process.stderr.strip().splitlines()[-1:] or [f"it ended with {process.returncode}"]
         Path(jobs[last]["result"] + file_peers.FAILED).write_text(reason[0], encoding="utf-8")
         jobs = jobs[last + 1:]
 

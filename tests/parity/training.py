@@ -82,10 +82,10 @@ def authors(folder: Path, rwkv_lm: Path, name: str, dtype: str, weights: Path | 
         "rwkv_lm": str(rwkv_lm), "generation": name, "dtype": dtype, "args": author_args(name, optim_of(name)),
         "weights": weights and str(weights), "initial": str(folder / "initial.pth"), "result": str(result),
         "tokens": str(tokens(folder, name, steps))}), encoding="utf-8")
-    done = subprocess.run([sys.executable, author.__file__, str(file)], stderr=subprocess.PIPE, text=True)
-    if done.returncode:
+    process = subprocess.run([sys.executable, author.__file__, str(file)], stderr=subprocess.PIPE, text=True)
+    if process.returncode:
         raise SystemExit(f"the code in {rwkv_lm} does not run here: it may be of another date than tests/parity/author.py\n\n"
-                         + done.stderr)
+                         + process.stderr)
     return dict(np.load(result))
 
 

@@ -96,10 +96,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], t
     (folder / "used" / "file").write_text("", encoding="utf-8")
     before = sorted(folder.rglob("*"))
     commands = [*(command for command, _ in MISTAKES), NO_MISTAKE]
-    done = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-c", WITHOUT, json.dumps(commands)],
-                          cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-c", WITHOUT, json.dumps(commands)],
+                             cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, capture_output=True,
+                             text=True, check=True)
     assert sorted(folder.rglob("*")) == before
-    return {command: tuple(result) for command, result in zip(commands, json.loads(done.stdout), strict=True)}
+    return {command: tuple(result) for command, result in zip(commands, json.loads(process.stdout), strict=True)}
 
 
 @pytest.mark.programs

@@ -109,7 +109,7 @@ def test_the_first_view(page: Any, server: Running) -> None:
     for fact in (model["meta"]["generation"], f"{model['meta']['parameters']:,}", model["meta"]["template"]):
         assert fact in facts
     assert page.get_by_label("Temperature").get_attribute("placeholder") == str(int(model["meta"]["defaults"]["temperature"]))
-    sent = answer_with(page, "yes")
+    requests = answer_with(page, "yes")
     prompts = first.get_by_role("button")
     assert prompts.count() == 3
     question = prompts.first.text_content()
@@ -117,7 +117,7 @@ def test_the_first_view(page: Any, server: Running) -> None:
     wait_until_done(page)
     assert turns(page) == [question, "yes"]
     assert not first.is_visible()
-    assert {"temperature", "top_p", "max_tokens", "seed", "stop"}.isdisjoint(sent[0])
+    assert {"temperature", "top_p", "max_tokens", "seed", "stop"}.isdisjoint(requests[0])
 
 
 def test_a_conversation(page: Any) -> None:
@@ -218,9 +218,9 @@ def test_a_schema_and_tools_are_sent(open_page: Callable[[str], Any], g1: Runnin
     add_fields(page, tool_choice="required")
     say(page, "what time is it?")
     assert "clock({" in turns(page)[-1]
-    sent = add_fields(page, max_tokens=4, tool_choice="none", logit_bias=LETTERS)
+    requests = add_fields(page, max_tokens=4, tool_choice="none", logit_bias=LETTERS)
     say(page, "12:00")
-    assert sent[0]["messages"][-1]["role"] == "tool"
+    assert requests[0]["messages"][-1]["role"] == "tool"
     assert turns(page)[-2] == "12:00"
     assert len(turns(page)[-1]) == 4
 
@@ -244,23 +244,23 @@ def test_the_server_goes_away_and_comes_back(open_page: Callable[[str], Any], st
     assert page.get_by_label("Message").input_value() == "three"
     start(f"port={server.port}")
     wait_until(lambda: not page.locator("#error").is_visible())
-    sent = answer_with(page, "yes")
+    requests = answer_with(page, "yes")
     page.get_by_role("button", name="Send").click()
     wait_until_done(page)
     assert turns(page) == [*written, "three", "yes"]
-    assert "state" not in sent[-1]       # the states are gone with the server that had them
+    assert "state" not in requests[-1]       # the states are gone with the server that had them
 
 
 def test_branches_read_nothing_again(page: Any) -> None:
-    sent = answer_with(page, "yes")
+    requests = answer_with(page, "yes")
     for text in ("one", "two", "three"):
         say(page, text)
-    assert [message["content"] for message in sent[-1]["messages"]] == ["three"]
+    assert [message["content"] for message in requests[-1]["messages"]] == ["three"]
     press(page, "Branch")
     assert turns(page) == ["one", "yes"]
     say(page, "else")
     assert turns(page) == ["one", "yes", "else", "yes"]
-    assert [message["content"] for message in sent[-1]["messages"]] == ["else"]
+    assert [message["content"] for message in requests[-1]["messages"]] == ["else"]
     tokens = re.findall(r"read (\d+) of (\d+)", page.locator("#speed").text_content())
     assert int(tokens[0][0]) < int(tokens[0][1])
     page.get_by_role("button", name="Earlier branch").click()
@@ -278,17 +278,17 @@ def test_a_message_before_the_model_s_facts_arrive_keeps_its_state(page: Any) ->
     routes: list[Any] = []
     page.route("**/v1/models", lambda route: routes.append(route))
     page.reload()
-    sent = answer_with(page, "yes")
+    requests = answer_with(page, "yes")
     page.get_by_label("Message").fill("one")
     page.get_by_label("Message").press("Enter")
-    wait_until(lambda: page.locator("article").count() == 2 and (len(routes) == 2 or bool(sent)))
+    wait_until(lambda: page.locator("article").count() == 2 and (len(routes) == 2 or bool(requests)))
     page.unroute("**/v1/models")
     for route in routes:
         route.continue_()
     wait_until_done(page)
     say(page, "two")
     assert turns(page) == ["one", "yes", "two", "yes"]
-    assert [message["content"] for message in sent[-1]["messages"]] == ["two"]
+    assert [message["content"] for message in requests[-1]["messages"]] == ["two"]
 
 
 def test_states_are_saved_opened_and_deleted(page: Any, server: Running) -> None:
@@ -297,7 +297,7 @@ def test_states_are_saved_opened_and_deleted(page: Any, server: Running) -> None
     def new_states() -> set[str]:
         return {state["id"] for state in httpx.get(f"{server.url}/v1/states").json()["data"]} - before
 
-    sent = answer_with(page, "yes")
+    requests = answer_with(page, "yes")
     say(page, "one")
     say(page, "two")
     press(page, "Save", 1)
@@ -308,8 +308,8 @@ def test_states_are_saved_opened_and_deleted(page: Any, server: Running) -> None
     page.get_by_role("button", name="Open").click()
     assert turns(page) == ["one", "yes", "two", "yes"]
     say(page, "three")
-    assert sent[-1]["state"] in new_states()
-    assert [message["content"] for message in sent[-1]["messages"]] == ["three"]
+    assert requests[-1]["state"] in new_states()
+    assert [message["content"] for message in requests[-1]["messages"]] == ["three"]
     with page.expect_download() as downloaded:
         page.get_by_role("button", name="File", exact=True).click()
     saved = downloaded.value.path()

@@ -479,8 +479,8 @@ def test_a_killed_run_continues_bit_for_bit(config: DataConfig, tmp_path: Path) 
     assert "10 documents for validation" in whole.error
     assert not (tmp_path / ".cache").exists()
     kill_after(fork_run(tmp_path, *run, "out_dir=killed"), tmp_path / "killed", random.randrange(8, 50), 0.0)
-    done = done_here(tmp_path, "train", "resume=auto", "out_dir=killed")
-    assert done.status == 0, done.error
+    result = done_here(tmp_path, "train", "resume=auto", "out_dir=killed")
+    assert result.status == 0, result.error
     assert_same_training(tmp_path / "whole", tmp_path / "killed")
 
 

@@ -24,10 +24,10 @@ def run_python(folder: Path, *command: Any, **variables: str) -> str:
     """Runs Python with these environment variables and Triton's cache in `folder`, and returns its standard output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=TESTS.parents[2], env=environment, text=True,
-                          capture_output=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = subprocess.run([sys.executable, *map(str, command)], cwd=TESTS.parents[2], env=environment, text=True,
+                             capture_output=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @pytest.mark.parametrize("marked", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])

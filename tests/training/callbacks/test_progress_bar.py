@@ -14,12 +14,12 @@ from rwkv.training.callbacks import progress_bar
 @pytest.mark.programs
 def test_validation_has_a_separate_bar_and_the_median_a_separate_line(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    done = done_here(tmp_path, "train", *SMALL, "logger=none", "trainer.max_steps=4", "trainer.val_every=2",
-                     "trainer.log_every=1", "out_dir=run")
-    assert done.status == 0, done.error
-    assert done.error.startswith("loading ")
-    assert len(re.findall(r"validating: +0%\|[^|]*\| 0/\d+ ", done.error)) == 2
-    assert re.search(r"^median [\d.]+ ms a step", done.error, re.MULTILINE)
+    result = done_here(tmp_path, "train", *SMALL, "logger=none", "trainer.max_steps=4", "trainer.val_every=2",
+                       "trainer.log_every=1", "out_dir=run")
+    assert result.status == 0, result.error
+    assert result.error.startswith("loading ")
+    assert len(re.findall(r"validating: +0%\|[^|]*\| 0/\d+ ", result.error)) == 2
+    assert re.search(r"^median [\d.]+ ms a step", result.error, re.MULTILINE)
 
 
 def test_a_file_gets_lines_early_and_then_fewer(capsys: pytest.CaptureFixture[str]) -> None:
