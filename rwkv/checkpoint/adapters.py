@@ -1,12 +1,14 @@
 """Reads adapters that other programs trained, and merges them into the base weights, in float32, whenever a weight is read.
 
     FILE.pth, .safetensors       RWKV-PEFT: LoRA as X.lora_A (r,in) and X.lora_B (out,r), without alpha; PiSSA if init_pissa.pth
-                                 is in the same folder; MiSS, under its former names, as X.disha or X.bone
+                                 is in the same folder; MiSS, under its former names, as X.disha or X.bone. After web-rwkv's
+                                 converter (.st, .lora): LoRA as X.lora.0 (in,r) and X.lora.1 (out,r)
     adapter_config.json, adapter_model.safetensors or .bin       a PEFT directory: LoRA (rank_pattern, alpha_pattern), rsLoRA,
                                  DoRA; PiSSA; MiSS
 
 X is the path of a linear layer in any supported layout. Other tensors in RWKV-PEFT's files are fully trained weights, which
-replace the model's. Such tensors in a PEFT directory (modules_to_save) are rejected.
+replace the model's. So do X.weight in a PEFT directory (modules_to_save), and X.base_layer.weight, which PEFT writes beside an
+adapter of the head.
 
     LoRA    W + s B A                                    s = alpha / r; rsLoRA: alpha / sqrt(r); arXiv 2106.09685, 2312.03732
     DoRA    m (W + s B A) / |W + s B A|                  |.|: the norm of each row; arXiv 2402.09353
@@ -16,13 +18,14 @@ replace the model's. Such tensors in a PEFT directory (modules_to_save) are reje
                                                          blocks W_k (r,r); an M_k per row (PEFT) or column (RWKV-PEFT) of blocks
 
 Sources: huggingface/peft 0.21, tuners/lora/layer.py, dora.py, tuners/miss/layer.py and utils/other.py (get_pattern_key);
-JL-er/RWKV-PEFT, merge/merge.py, merge/merge_bone.py and rwkvt/peft/rwkvLinear.py.
+JL-er/RWKV-PEFT, merge/merge.py, merge/merge_bone.py and rwkvt/peft/rwkvLinear.py; web-rwkv,
+assets/scripts/convert_safetensors.py and src/runtime/loader.rs (lora_matrices).
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +35,7 @@ from torch import Tensor
 
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
-from rwkv.checkpoint.generations import PARTITIONED, generation_of
+from rwkv.checkpoint.generations import PARTITIONED, WRAPPERS, generation_of, require_dtype, squeeze
 from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import ADAPTER as CONFIG
 from rwkv.config import ModelConfig
@@ -46,11 +49,13 @@ PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magni
          "disha", "bone")
 RWKV_PEFT_PARTS = ("lora_A", "lora_B", "disha", "bone")
 PART = re.compile(rf"(.+)\.({'|'.join(PARTS)})(?:\.default)?(?:\.weight)?")
+WEB_RWKV_PART = re.compile(r"(.+)\.lora\.([01])")        # web-rwkv's converter renames lora_A, which it transposes, and lora_B
+WHOLE = re.compile(r"(.+?)(?:\.base_layer|\.modules_to_save(?:\.default)?)?\.weight")
 PEFT_TYPES = ("LORA", "MISS", "BONE")
 PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")   # these values of init_lora_weights leave the base unchanged
-REFUSED = {"modules_to_save": "whole modules beside the adapters", "trainable_token_indices": "trained rows of the embedding",
-           "layer_replication": "repeated layers", "target_parameters": "adapters of tensors other than linear layers",
-           "fan_in_fan_out": "transposed layers", "lora_bias": "biases", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA",
+REFUSED = {"trainable_token_indices": "trained rows of the embedding", "layer_replication": "repeated layers",
+           "target_parameters": "adapters of tensors other than linear layers", "fan_in_fan_out": "transposed layers",
+           "lora_bias": "biases", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA",
            "alora_invocation_tokens": "adapters activated by a token", "arrow_config": "Arrow", "kasa_config": "KaSA",
            "monteclora_config": "MonteCLoRA", "loftq_config": "LoftQ"}
 
@@ -65,7 +70,7 @@ class Adapter:
         about: the kind of adapter, for messages.
         changes: the change of each adapted matrix, by official name.
         tensors: the file's tensors, by the names that the file uses.
-        whole: complete weights that replace the model's.
+        whole: complete weights that replace the model's, before the changes.
     """
 
     path: Path
@@ -85,7 +90,7 @@ def is_directory(path: Path) -> bool:
 
 
 def has_adapter(tensors: Mapping[str, Stored]) -> bool:
-    return any(PART.fullmatch(name) for name in tensors)
+    return any(PART.fullmatch(name) or WEB_RWKV_PART.fullmatch(name) for name in tensors)
 
 
 def base_name(path: Path) -> str:
@@ -121,6 +126,9 @@ def read(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: 
 def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Adapter:
     config_json = _config(path)
     kind = config_json.get("peft_type")
+    if kind is None:
+        raise CheckpointError(f"{path / CONFIG} has no peft_type, so another program than PEFT wrote it, such as MLX: only "
+                              "directories of PEFT are supported")
     if kind not in PEFT_TYPES:
         raise CheckpointError(f"{path} is a PEFT adapter of type {kind}, which is not supported: the type must be one of "
                               f"{', '.join(PEFT_TYPES)}")
@@ -135,17 +143,21 @@ def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Ada
         raise CheckpointError(f"{path} contains {CONFIG} but no weights: expected "
                               f"{' or '.join(hub.ADAPTER_WEIGHTS)} in the same folder")
     tensors = (pth if _torch_file.recognises(file) else safetensors).read(file).tensors
-    modules, whole = _by_module(file, tensors)
-    if whole:
-        raise CheckpointError(f"{file} contains {whole[0]}, which is not part of an adapter. Only adapters can be merged, not "
-                              "whole modules")
-    if not modules:
+    if not tensors:
         raise CheckpointError(f"{file} contains no tensors: save the adapter again")
-    changes = {}
+    modules, others = _by_module(file, tensors)
+    steps: dict[str, list[Change]] = {}
+    for name in others:
+        match = WHOLE.fullmatch(name)
+        if match is None:
+            raise CheckpointError(f"{file} contains {name}, which is not part of an adapter. Besides adapters, only whole "
+                                  "linear layers and embeddings can be merged")
+        steps[match[1]] = [partial(_read_like, part=tensors[name])]
+    make = partial(_peft_lora, config_json) if kind == "LORA" else partial(_peft_miss, config_json)
     for module, parts in modules.items():
-        make = partial(_peft_lora, config_json) if kind == "LORA" else partial(_peft_miss, config_json)
-        name, change = _official_change(path, module, config, weights, make(path, module, parts))
-        changes[name] = change
+        steps.setdefault(module, []).append(make(path, module, parts))
+    changes = dict(_official_change(path, module, config, weights, partial(_compose, changes_of_module))
+                   for module, changes_of_module in steps.items())
     about = {"LORA": "DoRA" if config_json.get("use_dora") else "LoRA"}.get(str(kind), "MiSS")
     return Adapter(path, f"{about} of PEFT", changes, tensors)
 
@@ -179,10 +191,12 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
             A, B = _factors(path, module, parts)
             change: Change = partial(lora, A=A, B=B, scale=1.0 if initial else (alpha or 0) / A.shape[0])
             if initial:
-                if module not in initial:
+                # RWKV-PEFT removes the prefix "model." only from the names in the other file
+                first = next((pair for name, pair in initial.items() if f".{name}".endswith(f".{module}")), None)
+                if first is None:
                     raise CheckpointError(f"{path.with_name(INIT_PISSA)} lacks {module}, which {path.name} contains. The two "
                                           "files may come from different training runs")
-                change = partial(_compose, partial(lora, A=initial[module][0], B=initial[module][1], scale=-1.0), change)
+                change = partial(_compose, [partial(lora, A=first[0], B=first[1], scale=-1.0), change])
         else:
             block = next(iter(parts.values()))
             if len(block.shape) == 2 and "bone" in parts:
@@ -196,10 +210,10 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
         if name.endswith(TIME_STATE):
             raise CheckpointError(f"{path} contains an adapter and a tuned state ({name}): save each in its own file, and pass "
                                   "the state as state=")
-        if tensor.name.startswith(tuple(f"{module}." for module in modules)):
+        if any(tensor.name.startswith(f"{module}.") and tensor.name != f"{module}.weight" for module in modules):
             raise CheckpointError(f"{path} contains {tensor.name}, which belongs to an unsupported kind of adapter: "
                                   f"expected only {', '.join(RWKV_PEFT_PARTS)}")
-        if name not in weights or tensor.count != weights[name].count:
+        if name not in weights or squeeze(tensor.shape) != squeeze(weights[name].shape):
             raise CheckpointError(f"{path} contains {name} of shape {tensor.shape}, but the model has no such tensor: the "
                                   "adapter belongs to a different model")
     kind = "PiSSA" if initial else "LoRA" if is_lora else "MiSS"
@@ -210,17 +224,20 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
 def _by_module(path: Path, tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]], list[str]]:
     """Returns the adapter parts of each module, by the module's path, and the names of all other tensors.
 
-    Raises CheckpointError if a part of the adapter in the file `path` has no values.
+    Raises CheckpointError if a part of the adapter in the file `path` has no values, or a tensor has an unsupported dtype.
     """
     modules: dict[str, dict[str, Stored]] = {}
     others = []
     for name, tensor in tensors.items():
-        if match := PART.fullmatch(name):
-            if not tensor.count:
-                raise CheckpointError(f"{path}: the adapter for {match[1]} {PARTITIONED}")
-            modules.setdefault(match[1], {})[match[2]] = tensor
-        else:
+        require_dtype(path, tensor)
+        match = PART.fullmatch(name) or WEB_RWKV_PART.fullmatch(name)
+        if match is None:
             others.append(name)
+            continue
+        if not tensor.count:
+            raise CheckpointError(f"{path}: the adapter for {match[1]} {PARTITIONED}")
+        part = {"0": "lora_A", "1": "lora_B"}.get(match[2], match[2])
+        modules.setdefault(match[1], {})[part] = tensor.transposed() if match[2] == "0" else tensor
     return modules, others
 
 
@@ -253,7 +270,7 @@ def _peft_lora(config_json: JsonMapping, path: Path, module: str, parts: Mapping
     if "lora_embedding_A" in parts:
         return partial(embedding_lora, A=A, B=B, scale=scale)
     change = partial(lora, A=A, B=B, scale=scale)
-    return partial(_compose, partial(subtract_largest, rank=rank), change) if initialisation == "pissa" else change
+    return partial(_compose, [partial(subtract_largest, rank=rank), change]) if initialisation == "pissa" else change
 
 
 def _alpha_of(config_json: JsonMapping, path: Path, layer: str) -> object:
@@ -289,9 +306,14 @@ def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stor
     return A, B
 
 
+def _parts_of(name: str) -> list[str]:
+    """Returns the parts of a dotted name without WRAPPERS."""
+    return [part for part in name.split(".") if part not in WRAPPERS]
+
+
 def _official_weight(name: str, config: ModelConfig, weights: Mapping[str, Stored]) -> str:
     """Returns the official name of a weight, without prefixes if the model then has such a weight."""
-    parts = name.split(".")
+    parts = _parts_of(name)
     names = [generation_of(config).official_name(".".join(parts[start:])) for start in range(len(parts))]
     return next((official for official in names if official in weights), names[0])
 
@@ -303,7 +325,7 @@ def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapp
     `change` is defined in the adapter's own layout.
     """
     generation = generation_of(config)
-    parts = module.split(".")
+    parts = _parts_of(module)
     for start in range(len(parts)):
         adapter_name = f"{'.'.join(parts[start:])}.weight"
         official_name = generation.official_name(adapter_name)
@@ -354,8 +376,11 @@ def _read_like(W: Tensor, part: Stored) -> Tensor:
     return torch.empty(part.shape, dtype=W.dtype, device="meta") if W.is_meta else part.get().to(W.dtype)
 
 
-def _compose(first: Change, second: Change, W: Tensor) -> Tensor:
-    return second(first(W))
+def _compose(changes: Sequence[Change], W: Tensor) -> Tensor:
+    """Applies the changes to W in order."""
+    for change in changes:
+        W = change(W)
+    return W
 
 
 def lora(W: Tensor, A: Stored, B: Stored, scale: float) -> Tensor:

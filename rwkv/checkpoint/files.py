@@ -174,9 +174,9 @@ def with_adapter(base: Checkpoint, path: str | Path, alpha: float | None = None)
 
 
 def _with_adapter(base: Checkpoint, adapter: adapters.Adapter) -> Checkpoint:
-    stored = base.weights.stored
+    stored = {**base.weights.stored, **adapter.whole}
     changed = {name: adapters.adapt_weight(stored[name], change, adapter.path) for name, change in adapter.changes.items()}
-    weights = {**stored, **adapter.whole, **changed}
+    weights = stored | changed
     unadapted = {name: stored[name] for name in changed}
     run = {"model": asdict(base.config), **(base.run or {}), "init_from": str(base.path)}
     return replace(base, path=adapter.path, weights=Weights(weights), packed={}, fingerprint=None, run=tuned.without_tune(run),

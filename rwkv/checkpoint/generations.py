@@ -113,7 +113,7 @@ def tuned_kind(names: Collection[str]) -> str | None:
         return ("a tuned state, which is an initial state for the weights that it was trained with. Pass those weights as "
                 "checkpoint= and this file as state=; for serve.py, pass adapters=NAME=FILE; for train.py, pass the weights as "
                 "init_from= and this file as tune.state=")
-    if any(re.search(r"\.(lora_[AB]|lora_magnitude_vector|miss_block|disha|bone)\b", name) for name in names):
+    if any(re.search(r"\.(lora_[AB]|lora_magnitude_vector|miss_block|disha|bone)\b|\.lora\.[01]$", name) for name in names):
         return ("an adapter such as LoRA, which changes the weights that it was trained with. Pass those weights as "
                 "checkpoint= and the adapter as lora=; for serve.py, pass adapters=NAME=PATH; for training, merge the adapter "
                 "with timemix convert --lora")
@@ -236,16 +236,22 @@ def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], confi
     return {name: tensor.cast(torch.float32) if tensor.dtype == torch.float64 else tensor for name, tensor in stored.items()}
 
 
-def _require_fit(path: Path, tensor: Stored, shape: Shape, several_shapes: bool) -> None:
+def require_dtype(path: Path, tensor: Stored) -> None:
+    """Raises CheckpointError if the tensor does not have the dtype of an unquantised weight."""
     if tensor.dtype not in (*DTYPES.values(), torch.float64):
         raise CheckpointError(f"{path}: the dtype of {tensor.name} must be one of {', '.join(DTYPES)}; got {tensor.dtype}. "
                               "Quantised weights of this kind are not supported")
-    if tensor.shape != shape and not (several_shapes and _squeeze(tensor.shape) == _squeeze(shape)):
+
+
+def _require_fit(path: Path, tensor: Stored, shape: Shape, several_shapes: bool) -> None:
+    require_dtype(path, tensor)
+    if tensor.shape != shape and not (several_shapes and squeeze(tensor.shape) == squeeze(shape)):
         raise CheckpointError(f"{path}: the shape of {tensor.name} must be {shape} to match the other tensors; got "
                               f"{tensor.shape}. The file may have been converted incorrectly")
 
 
-def _squeeze(shape: Shape) -> Shape:
+def squeeze(shape: Shape) -> Shape:
+    """Returns the shape without sizes of 1."""
     return tuple(size for size in shape if size != 1)
 
 

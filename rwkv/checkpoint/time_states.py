@@ -24,7 +24,7 @@ import torch
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.checkpoint.formats.safetensors import write_tensors
-from rwkv.checkpoint.generations import WRAPPERS, tuned_kind
+from rwkv.checkpoint.generations import WRAPPERS, require_dtype, tuned_kind
 from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import STATE_LAYOUTS, ModelConfig
 from rwkv.errors import CheckpointError, UserError
@@ -179,8 +179,10 @@ def write(states: TimeStates, path: Path) -> str:
 def fit_states(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None, layout: str = OFFICIAL) -> list[Stored]:
     """Returns the layers' states, value by key in float32. `tensors` has the names that layer_names returns.
 
-    Raises CheckpointError if the states do not match a model with these sizes.
+    Raises CheckpointError if the states do not match a model with these sizes, or have an unsupported dtype.
     """
+    for tensor in tensors.values():
+        require_dtype(path, tensor)
     shapes = {name: _without_row(tensor.shape) for name, tensor in tensors.items()}
     L, shape = (len(shapes), next(iter(shapes.values()))) if config is None else _layer_count_and_state_shape(path, config)
     expected = [f"blocks.{layer}.{TIME_STATE}" for layer in range(L)]

@@ -19,7 +19,7 @@ from programs import caller, one_sentence
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rwkv.checkpoint import formats
+from rwkv.checkpoint import formats, time_states
 from rwkv.checkpoint.files import read_checkpoint, with_adapter
 from rwkv.config import ServeConfig
 from rwkv.errors import CheckpointError, UserError
@@ -78,12 +78,25 @@ def bat(W: Tensor, scale: float) -> tuple[Weights, Tensor]:
     return {"miss_block": M}, changed
 
 
+def whole(W: Tensor, scale: float) -> tuple[Weights, Tensor]:
+    weight = random(*W.shape, seed=6)
+    return {"weight": weight}, weight.double()
+
+
+def lora_beside_its_base(W: Tensor, scale: float) -> tuple[Weights, Tensor]:
+    """Returns an adapter of the head as PEFT writes it."""
+    weight = random(*W.shape, seed=7)
+    parts, merged = lora(weight.double(), scale)
+    return {**parts, "base_layer.weight": weight}, merged
+
+
 MISS: dict[str, Any] = {"peft_type": "MISS", "r": 3}
 KINDS: dict[str, tuple[Callable[..., tuple[Weights, Tensor]], dict[str, Any], float]] = {
     "lora": (lora, {}, 2.5), "rslora": (lora, {"use_rslora": True}, 5 / math.sqrt(R)), "dora": (dora, {"use_dora": True}, 2.5),
     "pissa": (pissa, {"init_lora_weights": "pissa"}, 2.5), "miss": (miss, MISS, 1.0),
     "mini": (lambda W, scale: miss(W, scale, 2), {**MISS, "init_weights": "mini", "mini_r": 2}, 1.0),
-    "bat": (bat, {**MISS, "init_weights": "bat"}, 1.0)}
+    "bat": (bat, {**MISS, "init_weights": "bat"}, 1.0), "whole": (whole, {"modules_to_save": ["lm_head"]}, 1.0),
+    "base": (lora_beside_its_base, {}, 2.5)}
 
 
 def write_peft(folder: Path, tensors: Weights, **config: Any) -> Path:
@@ -229,6 +242,41 @@ def test_a_lora_of_rwkv_peft_takes_alpha_by_option(folder: Path, tmp_path: Path)
     assert_weights(read_checkpoint(tmp_path / "out.safetensors").weights, expected)
 
 
+def test_a_lora_beside_all_weights_of_its_model(folder: Path, tmp_path: Path) -> None:
+    """RWKV-LM-LoRA saves such files."""
+    weights = {name: weight + 0.1 for name, weight in weights_of(folder / "base.pth").items()}
+    parts, merged = lora(weights[f"{NAMES[0]}.weight"], 16.0)
+    adapter = {f"{NAMES[0]}.{part.removesuffix('.weight')}": tensor for part, tensor in parts.items()}
+    torch.save({name: weight.float() for name, weight in weights.items()} | adapter, tmp_path / "rwkv-0.pth")
+    actual = with_adapter(read_checkpoint(folder / "base.pth"), tmp_path / "rwkv-0.pth", 32).weights
+    assert_weights(actual, weights | {f"{NAMES[0]}.weight": merged})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantised_adapter_or_state_is_refused(folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    parts, _ = lora(torch.zeros(C, C).double(), 1.0)
+    torch.save({f"{NAMES[0]}.{part.removesuffix('.weight')}": tensor.to(dtype) for part, tensor in parts.items()},
+               tmp_path / "rwkv-0.pth")
+    base = read_checkpoint(folder / "base.pth")
+    with pytest.raises(CheckpointError, match="the dtype of"):
+        with_adapter(base, tmp_path / "rwkv-0.pth", 32)
+    state = {f"blocks.{layer}.att.time_state": torch.zeros(2, 64, 64).to(dtype) for layer in range(3)}
+    torch.save(state, tmp_path / "state.pth")
+    with pytest.raises(CheckpointError, match="the dtype of"):
+        time_states.read(tmp_path / "state.pth", base.config)
+
+
+def test_a_lora_that_web_rwkvs_converter_has_written(folder: Path, tmp_path: Path) -> None:
+    expected = weights_of(folder / "base.pth")
+    parts, expected[f"{NAMES[2]}.weight"] = lora(expected[f"{NAMES[2]}.weight"], 16.0)
+    expected["blocks.1.ln1.weight"] = norm = random(*expected["blocks.1.ln1.weight"].shape).double()
+    save_file({f"{NAMES[2]}.lora.0": parts["lora_A.weight"].T.contiguous(), f"{NAMES[2]}.lora.1": parts["lora_B.weight"],
+               "blocks.1.ln1.weight": norm.float()}, tmp_path / "adapter.lora")
+    assert_weights(with_adapter(read_checkpoint(folder / "base.pth"), tmp_path / "adapter.lora", 32).weights, expected)
+    with pytest.raises(CheckpointError, match="lora="):
+        read_checkpoint(tmp_path / "adapter.lora")
+
+
 @pytest.mark.parametrize("prefix", ["model.", "_forward_module."])
 def test_prefixes_in_a_file_of_rwkv_peft_are_removed(folder: Path, tmp_path: Path, prefix: str) -> None:
     expected = weights_of(folder / "base.pth")
@@ -240,14 +288,16 @@ def test_prefixes_in_a_file_of_rwkv_peft_are_removed(folder: Path, tmp_path: Pat
     assert_weights(with_adapter(read_checkpoint(folder / "base.pth"), tmp_path / "rwkv-0.pth", 32).weights, expected)
 
 
-def test_pissa_of_rwkv_peft_requires_the_file_of_its_initial_adapter(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_pissa_of_rwkv_peft_requires_the_file_of_its_initial_adapter(folder: Path, tmp_path: Path, prefix: str) -> None:
+    """RWKV-PEFT of 2025 removes the prefix only from the names in the adapter."""
     base = read_checkpoint(folder / "base.pth")
     expected, trained, first = weights_of(folder / "base.pth"), {}, {}
     for name in NAMES:
         parts, merged = lora(expected[f"{name}.weight"], 1.0)
         trained |= {f"{name}.{part.removesuffix('.weight')}": tensor for part, tensor in parts.items()}
         A, B = random(*parts["lora_A.weight"].shape, seed=8), random(*parts["lora_B.weight"].shape, seed=9)
-        first |= {f"{name}.init_lora_A": A, f"{name}.init_lora_B": B}
+        first |= {f"{prefix}{name}.init_lora_A": A, f"{prefix}{name}.init_lora_B": B}
         expected[f"{name}.weight"] = merged - B.double() @ A.double()
     torch.save(trained, tmp_path / "rwkv-0.pth")
     torch.save(first, tmp_path / "init_pissa.pth")
@@ -294,7 +344,7 @@ def test_other_tensors_in_a_file_of_rwkv_peft_are_named(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(("described", "word"), [
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"peft_type": "IA3"}, "IA3"), ({"peft_type": "ADALORA"}, "ADALORA"),
+    ({"peft_type": None}, "no peft_type"), ({"peft_type": "IA3"}, "IA3"), ({"peft_type": "ADALORA"}, "ADALORA"),
     ({"init_lora_weights": "olora"}, "olora"), ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
     ({"init_lora_weights": "corda"}, "corda"), ({"fan_in_fan_out": True}, "fan_in_fan_out"), ({"bias": "all"}, "bias"),
     ({"layer_replication": [[0, 1]]}, "layer_replication"), ({"trainable_token_indices": [1]}, "trainable_token_indices"),
@@ -311,7 +361,7 @@ def test_what_is_not_merged_is_refused_by_name(folder: Path, tmp_path: Path, des
 @pytest.mark.parametrize(("name", "shape", "word"), [
     ("blocks.9.att.key.lora_A", (R, C), "blocks.9.att.key"), ("blocks.0.att.key.lora_A", (R, C + 1), "different model"),
     ("blocks.0.att.key.lora_A", (R + 1, C), "do not match"), ("blocks.0.att.gate.lora_A", (R, C), "blocks.0.att.gate"),
-    ("blocks.0.att.key.modules_to_save", (C, C), "modules_to_save")])
+    ("blocks.0.att.key.original_module", (C, C), "original_module"), ("emb", (9, C), "does not fit")])
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path, name: str, shape: tuple[int, ...],
                                                 word: str) -> None:
     trained = {f"base_model.model.{name}.weight": random(*shape)}
