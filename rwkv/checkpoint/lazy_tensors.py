@@ -10,7 +10,7 @@ import functools
 import math
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -191,6 +191,11 @@ class Stored:
         n_bad = int((~data.isfinite()).sum())
         raise CheckpointError(f"{self.source}: {n_bad} of the {data.numel()} values of {self.name} are not finite: the file is "
                               "damaged, or the training run diverged")
+
+
+def is_counter(name: str, shape: Sequence[int]) -> bool:
+    """Returns True for a single number that a program saves beside weights, such as n_averaged of torch's AveragedModel."""
+    return "." not in name and len(shape) == 0
 
 
 def same_numbers(first: Stored, second: Stored) -> bool:

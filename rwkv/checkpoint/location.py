@@ -32,6 +32,7 @@ def locate(path: str | Path) -> Path:
     CheckpointError if there is no checkpoint, or if a folder has several.
     """
     path = follow(hub.local(path))
+    _require_joined(path)
     if path.name in hub.DIRECTORY_WEIGHTS and path.is_file():
         path = path.parent if hub.is_directory(path.name, [file.name for file in path.parent.iterdir()]) else path
     last = path / LAST
@@ -46,6 +47,15 @@ def locate(path: str | Path) -> Path:
         raise CheckpointError(f"there is no checkpoint at {path}{_nearest(path)}: expected a file, a Hugging Face directory, a "
                               "run directory of train.py, or a name on the Hub such as ORG/REPO/FILE.pth")
     return path
+
+
+def _require_joined(path: Path) -> None:
+    """Raises CheckpointError if the path is a folder of torch.distributed.checkpoint, or a file in it."""
+    folder = path if path.is_dir() else path.parent
+    if (folder / ".metadata").is_file() and (path == folder or path.suffix == ".distcp") and any(folder.glob("*.distcp")):
+        raise CheckpointError(f"{path} belongs to a checkpoint of torch.distributed (FSDP) in several parts: join the parts "
+                              f"with python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} FILE.pth, and "
+                              "pass FILE.pth")
 
 
 def _require_links(path: Path) -> None:

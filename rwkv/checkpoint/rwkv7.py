@@ -59,6 +59,7 @@ JOINED = f"x_{model.MIXES}"
 TRANSPOSED = "_transposed"               # reading adds this to the name of a low-rank matrix that is stored transposed
 LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
 VECTOR = rf".*\.(x_[{model.MIXES}]|w0|a0|v0|k_k|k_a|s0)"
+BY_HEAD = (".att.k_k", ".att.k_a", ".att.ln_x.weight", ".att.ln_x.bias")        # MLX stores these vectors as [heads,N]
 
 HUGGING_FACE_TYPE = "rwkv7"              # model_type in config.json
 HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # rwkv7-hf writes these, with fla's tensors
@@ -196,6 +197,8 @@ def to_official_layout(tensors: dict[str, Stored], declared: JsonMapping) -> dic
         elif name.endswith(TRANSPOSED) or (transposed and name.endswith((*LOW_RANK, TIME_STATE))):
             new_name = name.removesuffix(TRANSPOSED)
             official[new_name] = tensor.rename(new_name).transpose()
+        elif name.endswith(BY_HEAD) and len(tensor.shape) == 2:
+            official[name] = tensor.view((tensor.count,))
         else:
             official[name] = _split_heads(tensor, declared.get("head_size")) if name.endswith(".r_k") else tensor
     if joined:

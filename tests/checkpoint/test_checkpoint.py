@@ -12,6 +12,7 @@ import torch
 from models import small_model, tokens
 from refusals import refuses
 from torch import Tensor
+from torch.nn.utils import prune
 
 from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
 from rwkv.checkpoint.location import follow, locate
@@ -288,7 +289,7 @@ def test_a_missing_path_is_answered_with_the_nearest_name(model: RWKV, tmp_path:
     (without("blocks.0.att.time_first"), "blocks.0.att.time_first"),
     (without("blocks.0.ln0.bias"), "blocks.0.ln0.bias"),
     (with_values(blocks__1__att__gate__weight=torch.zeros(3)), "blocks.1.att.gate.weight"),
-    (with_values(step=torch.tensor(3)), "step"),
+    (with_values(step=torch.zeros(3)), "step"),
     (with_values(head__weight=torch.zeros(50, 15)), "head.weight"),
     (with_values(emb__weight=torch.zeros(50)), "emb.weight"),
     (with_values(blocks__1__att__time_mix_k=torch.zeros(15)), "blocks.1.att.time_mix_k"),
@@ -329,6 +330,15 @@ def test_another_suffix_is_refused_before_anything_is_written(model: RWKV, tmp_p
 
 def test_the_configuration_of_a_pth_is_inferred_from_its_tensors(saved_file: Path) -> None:
     assert read_checkpoint(saved_file).config == ModelConfig(n_layer=3, n_embd=16, n_att=8, n_ffn=24, ctx_len=1024)
+
+
+def test_added_weights_are_not_saved(tmp_path: Path) -> None:
+    model = small_model()
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    with pytest.raises(UserError, match=r"head\.weight_(mask|orig)"):
+        model.save_pretrained(tmp_path / "model.pth")
+    prune.remove(model.head, "weight")
+    model.save_pretrained(tmp_path / "model.pth")
 
 
 def test_a_tokenizer_larger_than_the_model_is_not_saved_with_it(model: RWKV, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ files without weights. Each is read, or refused with a sentence that says what i
 
 import json
 import re
+import warnings
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from test_rwkv7_files import rewrite
 from tokenizer_files import chatml
 from torch import Tensor, nn
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.optim.swa_utils import AveragedModel
 
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.errors import CheckpointError
@@ -97,6 +100,32 @@ def test_weights_inside_a_trainers_dictionary(model: RWKV, tmp_path: Path, suffi
                                               content: Callable[[Weights], Any]) -> None:
     torch.save(content(model.state_dict()), tmp_path / f"model{suffix}")
     assert_same(tmp_path / f"model{suffix}", model)
+
+
+@pytest.mark.parametrize("file", ["model.pth", "model.safetensors"])
+def test_the_state_dict_of_an_averaged_model_is_read(model: RWKV, tmp_path: Path, file: str) -> None:
+    """It also counts the updates, in a tensor without dimensions."""
+    averaged = AveragedModel(model).state_dict()
+    assert averaged["n_averaged"].dim() == 0
+    (torch.save if file.endswith("pth") else save_file)(averaged, tmp_path / file)
+    assert_same(tmp_path / file, model)
+
+
+def test_other_weights_beside_lightnings_state_dict(model: RWKV, tmp_path: Path) -> None:
+    """Lightning's WeightAveraging saves the average as state_dict, and the current weights beside it."""
+    current = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+    counts = {"n_averaged": torch.ones(())}
+    torch.save({"state_dict": model.state_dict(), "current_model_state": current, "averaging_state": counts},
+               tmp_path / "model.ckpt")
+    assert_same(tmp_path / "model.ckpt", model)
+
+
+def test_the_parts_of_torchs_distributed_checkpoint_say_what_to_do(model: RWKV, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")          # torch warns about the missing process group
+        distributed_checkpoint.save(model.state_dict(), checkpoint_id=tmp_path / "model", no_dist=True)
+    for path in (tmp_path / "model", *(tmp_path / "model").glob("*.distcp")):
+        refuses(path, "dcp_to_torch")
 
 
 def test_two_sets_of_weights_in_one_file_are_named(model: RWKV, tmp_path: Path) -> None:

@@ -157,6 +157,16 @@ def test_flas_first_version_joined_the_mixes(model: RWKV, tmp_path: Path, shape:
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items() if name not in UNUSED)
 
 
+def test_mlxs_vectors_have_a_row_per_head(model: RWKV, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "model")
+    by_head = ("attn.k_k", "attn.k_a", "attn.g_norm.weight", "attn.g_norm.bias")
+    tensors = {name: tensor.view(-1, 64) if name.endswith(by_head) else tensor
+               for name, tensor in hugging_face_tensors(tmp_path / "model").items()}
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "mlx"})
+    weights = read_checkpoint(tmp_path / "model").weights
+    assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items() if name not in UNUSED)
+
+
 def test_the_world_vocabulary_lies_in_a_directory(tmp_path: Path) -> None:
     model = small_model("reference", WORLD.vocab_size, generation="rwkv7", **SIZES["rwkv7"])
     model.save_pretrained(tmp_path / "model", WORLD)

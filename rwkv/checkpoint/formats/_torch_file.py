@@ -26,7 +26,7 @@ from torch import Tensor, _utils
 
 from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.formats._packed import SCALE
-from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
+from rwkv.checkpoint.lazy_tensors import Stored, bytes_view, is_counter
 from rwkv.checkpoint.mapping import torch_maps_large_files
 from rwkv.errors import CheckpointError
 
@@ -121,7 +121,7 @@ def _is_weight(item: tuple[object, object]) -> bool:
 
 
 def stored_tensors(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
-    """Returns the tensors in a loaded dictionary. Raises CheckpointError if a value is not a plain tensor."""
+    """Returns the tensors in a loaded dictionary, without counters. Raises CheckpointError if a value is not a plain tensor."""
     mapped = first_bytes(path, 2) == ZIP
     result = {}
     packed = next((name for name, tensor in content.items() if f"{name}{SCALE}" in content and isinstance(tensor, Tensor)
@@ -135,6 +135,8 @@ def stored_tensors(path: Path, content: Mapping[object, object]) -> dict[str, St
             raise CheckpointError(f"{path} is not a checkpoint: the names of tensors must be strings; got {name!r}")
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path} is not a checkpoint: {name} is a {type(tensor).__name__}, not a tensor")
+        if is_counter(name, tensor.shape):
+            continue
         if not _is_plain(tensor):
             raise CheckpointError(f"{path}: {name} must be a plain tensor that stores all values of its shape "
                                   f"{tuple(tensor.shape)}. Sparse, quantised and expanded tensors are not supported")

@@ -31,7 +31,7 @@ def read(path: Path) -> Content:
 def parse(path: Path, content: Dictionary) -> Content:
     """Parses the dictionary of any Lightning checkpoint, with or without the entry `timemix`, or a dictionary of tensors."""
     entry = plain_entry(path, content[ENTRY]) if ENTRY in content else None
-    tensors = content.get("state_dict", {} if entry else weights_in(path, content))
+    tensors = content.get("state_dict", {}) if "state_dict" in content or entry else weights_in(path, content)
     step = content.get("global_step", 0)
     if not isinstance(tensors, dict) or not isinstance(step, int):
         raise CheckpointError(f"{path} has a state_dict or a global_step of the wrong type. A newer version of this program "

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import _packed, first_bytes, require_no_pointer
-from rwkv.checkpoint.lazy_tensors import Stored, bytes_view
+from rwkv.checkpoint.lazy_tensors import Stored, bytes_view, is_counter
 from rwkv.checkpoint.mapping import torch_maps_large_files
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
@@ -42,7 +42,8 @@ def read(path: Path) -> Content:
         with torch_maps_large_files():
             file = safe_open(path, "pt")
         metadata = file.metadata() or {}
-        tensors = {name: _stored_tensor(path, file, name) for name in file.keys()}  # noqa: SIM118  file is not a dictionary
+        names = [name for name in file.keys() if not is_counter(name, file.get_slice(name).get_shape())]  # noqa: SIM118
+        tensors = {name: _stored_tensor(path, file, name) for name in names}
     except CheckpointError:
         raise
     except Exception as error:           # the library raises exceptions of many classes
