@@ -263,6 +263,7 @@ class Carry(NamedTuple):
     v_first: Tensor | None = None        # (B,T,C), None before layer 0
     tokens: Tensor | None = None         # (B,T)
     embedded: Tensor | None = None       # ln0(emb[token]), (B,T,C)
+    has_gradient: bool = True            # False if the block before was computed without gradients
 
 
 class Block(nn.Module):
@@ -288,11 +289,14 @@ class Block(nn.Module):
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
         x = self.ln0(x) if self.first else x
-        v_first, tokens, embedded = carry or Carry()
+        v_first, tokens, embedded, has_gradient = carry or Carry()
+        if x.requires_grad and torch.is_grad_enabled() and not has_gradient:
+            raise ValueError("the gradient of a block's carry (v_first) is lost, because torch.utils.checkpoint computed the "
+                             "block before without gradients: pass use_reentrant=False to torch.utils.checkpoint")
         if self.first and tokens is not None:
             embedded = x
         mixed, att_x, wkv, v_first = self.att(self.ln1(x), att_x, wkv, v_first, packing, partial(self.ln1, x))
-        carry = Carry(v_first, tokens, embedded)         # torch.compile of torch 2.11 does not support _replace()
+        carry = Carry(v_first, tokens, embedded, torch.is_grad_enabled())        # torch.compile of torch 2.11 lacks _replace()
         x = x + mixed
         deep = () if tokens is None else (carry,)
         mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing, partial(self.ln2, x), *deep)

@@ -15,6 +15,7 @@ from models import kernels, small_config, small_model, tokens
 from numpy_rwkv7 import LayerState, NumpyRWKV7
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from kernels.select import select
 from rwkv.checkpoint.files import checkpoint_of
@@ -86,6 +87,34 @@ def test_layers_that_must_be_called_give_the_same_results() -> None:
     for name, gradient in gradients(logits).items():
         assert (fused_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
         assert gradient.norm() > 0, name
+
+
+def test_a_checkpoint_of_a_block_keeps_the_gradient_of_its_carry_or_is_refused() -> None:
+    """With use_reentrant=True, torch computes v_first, a tensor in a tuple, without gradients."""
+    model = small()
+    names, weights = zip(*model.named_parameters(), strict=True)
+    expected = torch.autograd.grad(model(tokens(model))[0].square().sum(), weights)
+
+    def output(use_reentrant: bool) -> Tensor:
+        x, carry = model.emb(tokens(model)), None
+        for block in model.blocks:
+            x, _, carry = checkpoint(block, x, None, carry, use_reentrant=use_reentrant)
+        return model.head(model.ln_out(x)).square().sum()
+
+    for name, gradient, right in zip(names, torch.autograd.grad(output(False), weights), expected, strict=True):
+        torch.testing.assert_close(gradient, right, msg=name)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        output(True).backward()
+
+
+def test_blocks_above_others_without_gradients_are_trained() -> None:
+    model = small()
+    with torch.no_grad():
+        x, _, carry = model.blocks[0](model.emb(tokens(model)), None)
+    for block in model.blocks[1:]:
+        x, _, carry = block(x, None, carry)
+    x.sum().backward()
+    assert model.blocks[1].att.key.weight.grad is not None
 
 
 @torch.no_grad()
