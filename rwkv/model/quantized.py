@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.backends import fbgemm
+from kernels.backends.torch_private import dispatch_mode_active
 from kernels.machine.cpu import multiplies_natively
 from kernels.matvec import FORMATS, MOST_ROWS, Blocks, Int4, Int8, MatVec, Packed
 from kernels.operator import PLAIN
@@ -170,9 +171,12 @@ class Int8Linear(_WithPackedWeight):
         """Returns the weight that kernels/matvec reads, as a new copy if only FBGEMM's copy is in memory."""
         return self._for_c[0] if self._for_c else Int8(*fbgemm.unpack_weight(self._fbgemm_weight), *self.rounding)
 
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.weight_for_c().dense().to(dtype)
+
     def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yields the whole rounded weight (N,K) in `dtype`, as a single block."""
-        yield self.weight_for_c().dense().to(dtype)
+        yield self.dense(dtype)
 
 
 class _RoundedLayer(Protocol):
@@ -183,8 +187,16 @@ class _RoundedLayer(Protocol):
     def forward_rows(self, rows: Tensor) -> Tensor:
         """Computes `forward` for rows (n,K), without gradients."""
 
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Returns W in `dtype`, computed by PyTorch."""
+
     def row_blocks(self, dtype: torch.dtype) -> Iterable[Tensor]:
         """Returns W in `dtype`, in blocks of rows."""
+
+
+def _can_use_c(x: Tensor) -> bool:
+    """Returns True unless x may have no memory, or torch.compile, torch.export, a trace or vmap must see the formulas."""
+    return can_use_functions() and type(x) in PLAIN and not dispatch_mode_active()
 
 
 class _ForwardRows(torch.autograd.Function):
@@ -211,8 +223,10 @@ class _ForwardRows(torch.autograd.Function):
 
 
 def _product(layer: _RoundedLayer, x: Tensor) -> Tensor:
-    """Computes layer.forward_rows for x (...,K), differentiable in x."""
+    """Computes layer.forward_rows for x (...,K), differentiable in x. Without C, inputs are not rounded."""
     rows = x.reshape(-1, x.shape[-1])
+    if not _can_use_c(x):
+        return F.linear(x, layer.dense(x.dtype))
     trained = torch.is_grad_enabled() and rows.requires_grad
     product: Tensor = _ForwardRows.apply(rows, layer) if trained else layer.forward_rows(rows)
     return product.view(*x.shape[:-1], layer.out_features)
@@ -237,6 +251,9 @@ class _PackedWeight(_WithPackedWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         return _product(cast(_RoundedLayer, self), x)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.packed.dense(dtype)
 
     def _packed_blocks(self) -> Iterator[Packed]:
         step = _rows_per_block(self.packed.weight, self.in_features)
@@ -279,11 +296,14 @@ class BFloat16Linear(nn.Linear):
         return _product(self, x.to(product_dtype(x)))
 
     def forward_rows(self, rows: Tensor) -> Tensor:
-        has_address = type(rows) in PLAIN and type(self.weight) in PLAIN and rows.is_cpu and can_use_functions()
-        if has_address and rows.dtype == torch.float32 and why_not("matvec", IN_C) is None:
+        on_cpu = type(self.weight) in PLAIN and rows.is_cpu and rows.dtype == torch.float32
+        if on_cpu and why_not("matvec", IN_C) is None:
             y: Tensor = load("matvec", IN_C).bfloat16_product(self.weight.detach(), rows)
             return y
         return torch.cat([F.linear(rows, part) for part in self.row_blocks(rows.dtype)], 1)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype)
 
     def row_blocks(self, dtype: torch.dtype) -> Iterator[Tensor]:
         return (part.to(dtype) for part in self.weight.split(_rows_per_block(self.weight, self.in_features)))
@@ -392,7 +412,8 @@ class BlockEmbedding(_WithPackedWeight):
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.packed.map(lambda weight: F.embedding(tokens.flatten(), weight))
-        return matvec_for(self.packed.format).dense(rows, torch.float32).view(*tokens.shape, self.embedding_dim)
+        values = matvec_for(self.packed.format).dense(rows, torch.float32) if _can_use_c(tokens) else rows.dense()
+        return values.view(*tokens.shape, self.embedding_dim)
 
 
 def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:

@@ -10,6 +10,7 @@ import torch
 from models import each_generation, in_format, small_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
 from kernels import native
@@ -21,6 +22,7 @@ from rwkv.generation.request import Request
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.decoding.c_step import decoding_line, why_not
+from rwkv.model.quantized import to_bfloat16
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -354,6 +356,21 @@ def test_activations_of_a_subclass_are_computed_by_the_formulas(generation: str)
     model, x = frozen(generation), torch.randn(1, 5, 64)
     expected = model.blocks[0].ffn(x, None)[0]
     torch.testing.assert_close(model.blocks[0].ffn(Wrapper(x), None)[0].inner, expected)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("format", ["bfloat16", "int8", "int4", "q8_0"])
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@torch.no_grad()
+def test_quantised_layers_can_be_traced(format: str) -> None:
+    """The formulas, which do not round inputs, take the place of C, whose results a trace would not contain."""
+    layer = frozen("rwkv7")
+    layer = (to_bfloat16(layer) if format == "bfloat16" else in_format(layer, format)).blocks[0].att.key
+    x = torch.randn(2, 3, layer.in_features)
+    expected = layer(x)
+    for traced in (torch.vmap(layer), make_fx(layer)(torch.zeros_like(x)), torch.export.export(layer, (x,)).module(),
+                   torch.compile(layer, backend="eager", fullgraph=True)):
+        assert (traced(x) - expected).norm() < 0.03 * expected.norm()
 
 
 @each_generation

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.backends.torch_private import dispatch_mode_active
 from kernels.machine import triton
 from kernels.operator import PLAIN
 
@@ -70,10 +71,13 @@ def module_for(prefix: str, *tensors: Tensor) -> Any:
     """Returns the module named `prefix` + the suffix of the tensors' device type.
 
     Returns None if no such module exists or can run here, or if a tensor's class is a subclass, such as FakeTensor or DTensor,
-    which may not own memory.
+    which may not own memory. Also returns None instead of C if a dispatch mode, such as that of make_fx, must see what is
+    computed.
     """
     device = tensors[0].device.type
     if device not in SUFFIXES or why_not(device) is not None or not all(type(tensor) in PLAIN for tensor in tensors):
+        return None
+    if SUFFIXES[device] == "c" and dispatch_mode_active():
         return None
     return _module(prefix + SUFFIXES[device])
 
