@@ -278,7 +278,7 @@ def _requires_registered_operator(inputs: tuple[Any, ...]) -> bool:
             or any(isinstance(value, Tensor) and type(value) not in PLAIN for value in inputs) or profiler_active())
 
 
-class _ReverseOnly(torch.autograd.Function):
+class ReverseOnly(torch.autograd.Function):
     """An autograd.Function that has no forward-mode derivatives, but works under vmap.
 
     Per-sample gradients therefore work too: torch.func.vmap(torch.func.grad(loss)).
@@ -301,7 +301,7 @@ class _ReverseOnly(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
-class _Direct(_ReverseOnly):
+class _Direct(ReverseOnly):
     """Maps (function, *inputs) to outputs in calls outside torch.func's transforms."""
 
     @staticmethod
@@ -316,7 +316,7 @@ class _Direct(_ReverseOnly):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors = (*ctx.saved_tensors, *grads[:ctx.function.n_gradients])
-        if torch.is_grad_enabled():                      # create_graph=True
+        if torch.is_grad_enabled() or transforms_active():               # create_graph=True, or vmap of torch.autograd.grad
             gradients = _Backward.apply(ctx.function, *tensors)
         else:
             gradients = _tuple(ctx.function.operator.backward(*tensors))
@@ -342,7 +342,7 @@ class _Transformed(_Direct):
         return None, *gradients, *ctx.function.without_gradient
 
 
-class _Backward(_ReverseOnly):
+class _Backward(ReverseOnly):
     """Computes the gradients, and raises ValueError if they are differentiated.
 
     Otherwise a gradient penalty would silently lack terms. torch's once_differentiable is not sufficient, because it raises an

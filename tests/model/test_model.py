@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import OPERATORS, assert_same_state, each_form, each_generation, small_config, small_model, tokens
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels.select import select
 from rwkv.config import ModelConfig, OptimConfig
@@ -158,6 +159,27 @@ def test_gradients_of_each_sample(generation: str, kernel: str) -> None:
     loss(dict(model.named_parameters()), rows[1]).backward()
     for name, weight in model.named_parameters():
         assert_close(each[name][1], weight.grad, 2e-6)
+
+
+@each_generation
+def test_the_gradients_of_several_logits_at_once(generation: str) -> None:
+    """Under vmap, each backward runs once for each logit."""
+    model = small_model("torch_scan" if generation == "rwkv4" else "torch_chunk", generation=generation)
+    logits, weights = model(tokens(model))[0][0, -1, :3], list(model.parameters())
+
+    def gradients(grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(logits, weights, grad, retain_graph=True)
+
+    units = torch.eye(3)
+    for together, *alone in zip(torch.vmap(gradients)(units), *map(gradients, units), strict=True):
+        assert_close(together, torch.stack(alone), 2e-6)
+
+
+@each_generation
+def test_the_graph_of_a_dispatch_mode_is_the_model(generation: str) -> None:
+    model = small_model("torch_scan" if generation == "rwkv4" else "torch_chunk", generation=generation)
+    ids = tokens(model)
+    assert_close(make_fx(lambda ids: model(ids)[0])(torch.zeros_like(ids))(ids), model(ids)[0], 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore::torch.jit.TracerWarning")
