@@ -18,3 +18,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'rwkv' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})        # for completion in a notebook, and for help(rwkv)

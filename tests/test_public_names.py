@@ -11,6 +11,7 @@ from models import small_model, world_vocabulary
 from tokenizer_files import chatml
 from torch import nn
 
+import rwkv
 from rwkv import RWKV, Tokenizer, embed, generate, generate_batch
 from rwkv.chat.turn_templates import chat_template
 from rwkv.config import Sampling
@@ -41,6 +42,11 @@ class OtherTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+
+def test_the_public_names_are_listed() -> None:
+    """Completion in a notebook and help(rwkv) use the list."""
+    assert {*rwkv.__all__} <= {*dir(rwkv)}
 
 
 @pytest.mark.parametrize("tokenizer", ["world", Path("tokenizer.json"), None, OtherTokenizer(), BYTES.to_dict(), type(BYTES)],
