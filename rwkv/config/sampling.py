@@ -31,13 +31,22 @@ def sampling_option(default: Any, help: str, *, least: float | None = None, most
                   more={"or_zero": or_zero, "served": served, "typed": typed, "read": read})
 
 
+def _as_float(number: Real) -> float:
+    """Returns the number as a float, or infinity for an integer that is too large."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The sampling options of the command line, HTTP requests, the engine and kernels/draw.
 
     The options of generate.py, chat.py and serve.py and the fields of requests are derived from the fields below. Raises
-    UserError for a value out of range or of the wrong type. Integers may be NumPy's or torch's. Each answer of a conversation,
-    and each sequence that continues a saved state, starts without presence and frequency penalties.
+    UserError for a value out of range or of the wrong type. Integers may be NumPy's or torch's, other numbers NumPy's or
+    fractions. Each answer of a conversation, and each sequence that continues a saved state, starts without presence and
+    frequency penalties.
 
     Attributes:
         repetition_penalty: penalty of tokens in the prompt or the output (CTRL, arXiv 1909.05858). The formulas of all
@@ -79,8 +88,10 @@ class Sampling:
                 object.__setattr__(self, item.name, value)
             else:
                 self._check(item, value)
+            if item.type is float:
+                object.__setattr__(self, item.name, float(value))        # a Fraction cannot be multiplied by a tensor
         tokens = whole_numbers("logit_bias: each token id", self.logit_bias)
-        object.__setattr__(self, "logit_bias", dict(zip(tokens, self.logit_bias.values(), strict=True)))
+        object.__setattr__(self, "logit_bias", dict(zip(tokens, map(float, self.logit_bias.values()), strict=True)))
         object.__setattr__(self, "banned", whole_numbers("banned", self.banned))
         object.__setattr__(self, "no_penalty", texts_or_whole_numbers("no_penalty", self.no_penalty))
 
@@ -96,7 +107,7 @@ class Sampling:
         elif limits["least"] is None:
             return
         for number in value.values() if isinstance(value, Mapping) else [value]:
-            fits = isinstance(number, Real) and (limits["least"] <= number <= limits["most"] or
+            fits = isinstance(number, Real) and (limits["least"] <= _as_float(number) <= limits["most"] or
                                                  (limits["or_zero"] and number == 0))
             if not fits:
                 up_to = "" if limits["most"] == math.inf else f" to {limits['most']:g}"

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import pickle
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -316,6 +317,7 @@ def test_logits_that_are_not_finite_are_reported_in_one_sentence(draw: Draw | No
                                      {"frequency_penalty": 1e39}, {"logit_bias": {0: math.nan}}, {"logit_bias": {0: math.inf}},
                                      {"logit_bias": {0: 1e39}}, {"temperature": "hot"}, {"top_k": 2.5}, {"logit_bias": [0]},
                                      {"logit_bias": {"0": 1.0}}, {"banned": "ab"}, {"banned": 3}, {"banned": (1.5,)},
+                                     {"temperature": 10**400},
                                      {"penalty_decay": 1.1}, {"penalty_decay": -0.1}, {"penalty_decay": math.nan},
                                      {"no_penalty": 3}, {"no_penalty": (1.5,)}, {"no_penalty": (-1,)}, {"no_penalty": ("",)}],
                          ids=str)
@@ -333,6 +335,13 @@ def test_a_negative_id_is_not_taken_for_a_bias() -> None:
 def test_integers_of_numpy_are_integers() -> None:
     options = Sampling(top_k=np.int64(2), banned=np.array([1]), logit_bias={np.int64(3): 0.5})
     assert options == Sampling(top_k=2, banned=(1,), logit_bias={3: 0.5})
+
+
+def test_fractions_and_numbers_of_numpy_become_floats() -> None:
+    numbers = {"temperature": 0.5, "top_p": 0.75, "presence_penalty": 1.5, "repetition_penalty": 1.25}
+    options = Sampling(**{name: Fraction(number) for name, number in numbers.items()}, logit_bias={1: np.float16(2)})
+    assert options == Sampling(**numbers, logit_bias={1: 2.0})
+    assert all(type(getattr(options, name)) is float for name in numbers)
 
 
 def test_ids_outside_the_vocabulary_are_reported_in_one_sentence() -> None:
