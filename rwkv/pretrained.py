@@ -234,7 +234,13 @@ class RWKV(Model):
         if self.time_states():
             raise UserError("save_pretrained cannot save the model's tuned state. Save the base model, or "
                             "use timemix convert, which writes the weights and the state as .pth, .safetensors or .st")
-        checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
+        weights = self.state_dict()
+        own = self.generation.shapes(replace(self.config, n_layer=len(self.blocks)), self.vocab_size)
+        if other := next((name for name in weights if name not in own), None):
+            raise UserError(f"save_pretrained can save only the weights of {self.generation.NAME}, but this model has {other}. "
+                            "Remove what was added to the layer, such as a parametrisation or a pruning mask of "
+                            "torch.nn.utils, or save model.state_dict() with torch.save")
+        checkpoint = checkpoint_of(weights, tokenizer, self.config, "the model")
         if self.origin is not None:
             origin, run = self.origin
             checkpoint = replace(checkpoint, origin=origin, run=run and {**run, "model": asdict(self.config)})

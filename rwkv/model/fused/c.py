@@ -28,8 +28,8 @@ def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> 
 
     The tensors must have the same dtype, which is also the default of `dtype`.
     """
-    first = tensors[0]
-    return (dtype or first.dtype) in DTYPES and all(tensor.dtype == first.dtype for tensor in tensors)
+    first = tensors[0].dtype
+    return (first, dtype or first) in MIXES and all(tensor.dtype == first for tensor in tensors)
 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,

@@ -345,6 +345,14 @@ def test_a_direction_in_half_precision_has_norm_1_or_0(dtype: torch.dtype) -> No
     torch.testing.assert_close(norms, torch.tensor([[0.0], [1.0], [1.0]]).expand(3, H), rtol=0, atol=0.01)
 
 
+def test_another_half_precision_than_autocasts_is_cast() -> None:
+    x, mu = torch.randn(2, 3, 8), torch.rand(1, 1, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        (mixed,) = token_shift(x.half(), None, mu.half())
+        _, (same,) = fused.mix(torch.bfloat16, x.half(), None, (mu.half(),))
+    torch.testing.assert_close(same, mixed)
+
+
 def test_autocast_computes_in_its_dtype_and_log_w_in_float32() -> None:
     inputs = random(RWKV7["inputs"][2], torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
