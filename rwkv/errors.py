@@ -1,5 +1,7 @@
 """The exceptions for a user's mistakes. Programs print their message and end with status 2. Any other exception is a bug."""
 
+import re
+
 
 class UserError(ValueError):
     """A user's mistake. The message says what is wrong, what was expected, and what to do."""
@@ -16,9 +18,12 @@ class UnreadableError(CheckpointError):
     """
 
 
-def gpu_memory_message(error: BaseException) -> str | None:
-    """Returns a one-line message if torch or CUDA has run out of GPU memory, otherwise None. Does not import torch."""
+def memory_message(error: BaseException) -> str | None:
+    """Returns a one-line message if the machine or its GPU has run out of memory, otherwise None. Does not import torch."""
     text = str(error)
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+        size = re.search(r"allocate (\d+) bytes", text)
+        return f"out of memory: cannot allocate {int(size[1]):,} bytes" if size else "out of memory"
     if type(error).__name__ != "OutOfMemoryError" and "CUDA error: out of memory" not in text:
         return None
     details = "; ".join(text.split(". ")[1:3]) if "Tried to allocate" in text else ""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kernels.registry import KernelUnavailable, UnknownKernel
-from rwkv.errors import UserError, gpu_memory_message
+from rwkv.errors import UserError, memory_message
 from rwkv.io import signals
 from rwkv.io.broken_pipe import abandon, discard_when_unread
 
@@ -22,7 +22,7 @@ INTERRUPTED = 130
 def exit_on_user_error() -> Iterator[None]:
     """Prints the message of a user's error in the `with` block, and exits with status 2. Other errors keep their traceback.
 
-    Running out of GPU memory and arguments that are not UTF-8 count as user errors. The signals of rwkv/io/signals.py end the
+    Running out of memory and arguments that are not UTF-8 count as user errors. The signals of rwkv/io/signals.py end the
     `with` block like Ctrl-C, with exit status 130, and are ignored after the block. Characters outside the encoding of standard
     output are printed as ?.
     """
@@ -45,8 +45,8 @@ def exit_on_user_error() -> Iterator[None]:
     except (UserError, UnknownKernel, KernelUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    except RuntimeError as error:
-        if (message := gpu_memory_message(error)) is None:
+    except (MemoryError, RuntimeError) as error:
+        if (message := memory_message(error)) is None:
             raise
         print(f"error: {message}. Use a smaller model, a smaller batch or another dtype", file=sys.stderr)
         sys.exit(USER_ERROR)

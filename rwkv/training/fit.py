@@ -22,7 +22,7 @@ from rwkv.data.loaders import DataModule, require_workers, validation_rows, work
 from rwkv.data.prepare import Corpus
 from rwkv.data.validation import limit_validation
 from rwkv.distributed import log
-from rwkv.errors import UserError, gpu_memory_message
+from rwkv.errors import UserError, memory_message
 from rwkv.io.json_types import JsonObject
 from rwkv.io.signals import caught_signals
 from rwkv.model.base import generation
@@ -260,7 +260,7 @@ def fit(built: Built, run: Run) -> Result:
         remedy = "start a new run with a smaller data.batch_size= or model.ctx_len="
         if not run.config.trainer.activation_checkpointing:
             remedy = f"{continue_with} trainer.activation_checkpointing=true"
-        raise UserError(f"training stopped at step {trainer.global_step}: {gpu_memory_message(error)}. To reduce memory use, "
+        raise UserError(f"training stopped at step {trainer.global_step}: {memory_message(error)}. To reduce memory use, "
                         f"{remedy}") from None
     except Diverged as error:
         write_report(run.out_dir)

@@ -221,6 +221,15 @@ def test_a_full_gpu_is_one_sentence_but_other_errors_keep_their_traceback(capsys
         raise RuntimeError("an illegal memory access was encountered")
 
 
+def test_memory_that_cannot_be_allocated_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for allocate in (lambda: torch.empty(1 << 58, dtype=torch.uint8), lambda: bytearray(1 << 58)):
+        with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
+            allocate()
+        assert stop.value.code == cli.USER_ERROR
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: out of memory")
+
+
 @pytest.mark.programs
 def test_a_run_on_a_full_gpu_says_how_it_continues(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(task: LanguageModel, batch: Any, batch_idx: int) -> Any:

@@ -16,7 +16,7 @@ from kernels.machine.allocator import keep_large_blocks
 from rwkv.chat.thoughts import Think
 from rwkv.checkpoint import time_states
 from rwkv.config import MIB, ServeConfig
-from rwkv.errors import UserError, gpu_memory_message
+from rwkv.errors import UserError, memory_message
 from rwkv.generation.draft import Draft
 from rwkv.generation.engine import Engine
 from rwkv.generation.grammar.matcher import cached_matchers
@@ -117,8 +117,8 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
             states.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
-    except (ValueError, RuntimeError, OSError) as error:
-        out_of_memory = gpu_memory_message(error)
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
+        out_of_memory = memory_message(error)
         mistake = isinstance(error, (UserError, OSError)) or type(error).__module__ == "kernels.registry"
         message = str(error) if mistake else traceback.format_exc()
         if out_of_memory is not None:
