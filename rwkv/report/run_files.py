@@ -141,7 +141,7 @@ def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, s
             rows.extend(csv.DictReader(file))
         except csv.Error as error:
             _report_damage(path, f"the rows after row {len(rows)} cannot be read: {error}", damaged)
-    with_step = [row for row in rows if re.fullmatch(r"\s*-?\d+\s*", row.get("step") or "")]
+    with_step = [row for row in rows if re.fullmatch(r"\s*-?\d{1,18}\s*", row.get("step") or "")]
     if len(with_step) < len(rows):
         _report_damage(path, f"the file has {count_of(len(rows) - len(with_step), 'row')} without a step number", damaged)
     return with_step

@@ -418,7 +418,8 @@ def test_damage_to_a_run_does_not_stop_the_report_of_the_others(tmp_path: Path, 
     ("kernel.json", b"{"), ("kernel.json", b"[1]"), ("kernel.json", b'{"steps": [{}]}'), ("kernel.json", b"[" * 9999),
     ("config.yaml", b"a: ["), ("config.yaml", b"kernel: 3"), ("config.yaml", b"\xff"),
     ("samples.jsonl", b'{"prompt": "", "text": "a"}\n'), ("samples.jsonl", b'{"step": 1}\n'),
-    ("metrics.csv", b"step,train/loss\nnan,1\n"), ("metrics.csv", b"step,train/loss\n1," + b"1" * 200_000 + b"\n")])
+    ("metrics.csv", b"step,train/loss\nnan,1\n"), ("metrics.csv", b"step,train/loss\n" + b"9" * 5000 + b",1\n"),
+    ("metrics.csv", b"step,train/loss\n1," + b"1" * 200_000 + b"\n")])
 def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes) -> None:
     make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
     assert read(tmp_path)[0].damaged == []

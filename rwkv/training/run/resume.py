@@ -3,6 +3,7 @@
 Options on the command line override saved options. FIXED options must not change, because a change would make a different run.
 """
 
+import os
 from collections.abc import Collection
 from dataclasses import is_dataclass, replace
 from operator import attrgetter
@@ -19,9 +20,10 @@ from rwkv.errors import UserError
 from rwkv.io import hub
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
-from rwkv.report.run_files import is_finished
+from rwkv.report.run_files import METRICS, SAMPLES, is_finished, read_metrics, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import newest_sound_checkpoint, rotate_checkpoints
+from rwkv.training.callbacks.samples import sample_every
 from rwkv.training.device import AUTO
 from rwkv.training.memory.savings import same_step
 from rwkv.training.run.directory import CONFIG_FILE, Run, as_plain
@@ -76,6 +78,9 @@ def resumed_run(request: Request) -> Run | None:
 def _open_run(request: Request, path: Path) -> Run | None:
     if is_checkpoint(path):
         return _continue(request, path.resolve().parent.parent, read_checkpoint(path))
+    if os.path.lexists(path / FOLDER) and not (path / FOLDER).is_dir():
+        raise UserError(f"{path / FOLDER} must be the folder of the run's checkpoints, but is a file, or a link to a missing "
+                        "folder: restore the folder, or remove the file or link to start the run again")
     if (path / FOLDER).is_dir():
         rotate_checkpoints(path)
         checkpoint = newest_sound_checkpoint(path)
@@ -97,6 +102,7 @@ def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step)
     if merged.trainer.epochs is None:
         require_unfinished(resumed)
+    _require_sound_records(resumed)
     if merged.init_from is None:
         if not merged.data.tokenizer.endswith(".json"):
             return resumed
@@ -105,6 +111,14 @@ def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     # with tune=lora and tune=state, read_checkpoint has merged the trained values into the weights
     weights = checkpoint if merged.tune.method == "full" else read_checkpoint(merged.init_from)
     return replace(resumed, init_checkpoint=weights, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
+
+
+def _require_sound_records(run: Run) -> None:
+    """Raises UserError if metrics.csv or samples.jsonl, which the run will continue, is damaged."""
+    if run.config.logger.name != "none":
+        read_metrics(run.out_dir / METRICS)
+    if sample_every(run.config.trainer):
+        read_samples(run.out_dir / SAMPLES)
 
 
 def require_unfinished(run: Run) -> None:

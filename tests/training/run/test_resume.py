@@ -286,6 +286,24 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(whole: Path,
 
 
 @pytest.mark.programs
+def test_what_a_resumed_run_continues_is_checked_before_the_model_is_built(whole: Path, tmp_path: Path) -> None:
+    """A run without its folder of checkpoints, as on a disk that is not mounted, would begin again and could not save."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    longer = TrainConfig(resume="auto", out_dir=str(tmp_path), trainer=TrainerConfig(max_steps=STEPS + 1))
+    for name in ("metrics.csv", "samples.jsonl"):
+        before = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(b"step\nnan\n" + before)
+        with pytest.raises(UserError, match=name):
+            open_run(longer, ["trainer.max_steps"])
+        (tmp_path / name).write_bytes(before)
+    assert open_run(longer, ["trainer.max_steps"]).resume_step == STEPS
+    (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints").write_bytes(b"")
+    with pytest.raises(UserError, match="checkpoints"):
+        open_run(longer, ["trainer.max_steps"])
+
+
+@pytest.mark.programs
 def test_a_full_disk_stops_the_run_and_keeps_earlier_checkpoints(folder: Path, whole: Path, tmp_path: Path) -> None:
     """A limit on the size of files imitates a full disk: a write fails in the middle of a checkpoint."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
