@@ -62,9 +62,18 @@ def compose(line: CommandLine, schema: type[Config], config_name: str) -> Config
     with _hydra(schema, config_name):
         params = _sweep_overrides(config_name, schema, line) if EXPERIMENT in line.keys else []
         for _, swept in _combinations([*params, *line.overrides], schema):
+            _require_brackets(swept, line, schema)
             if swept:
                 raise UserError(f"several values of {', '.join(swept)} require a sweep: use train.py -m")
         return _compose(config_name, schema, line.overrides, line.verbatim)
+
+
+def _require_brackets(swept: dict[str, str], line: CommandLine, schema: type) -> None:
+    """Raises UserError for an option that is a list, if its values were typed without brackets, and so are those of a sweep."""
+    typed = dict(map(_split_override, line.overrides))
+    for key in (key for key in swept if key in typed and key in options(schema)):
+        if get_origin(options(schema)[key].type) in (list, tuple) and not typed[key].startswith("["):
+            raise UserError(f"{key} must be {_expected_value(key, schema)}; got {typed[key]}")
 
 
 def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:

@@ -1,6 +1,6 @@
 """Checks the names of options and choices before Hydra and torch are imported."""
 
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 
 from kernels.arguments import from_home
@@ -96,6 +96,10 @@ def similar_names(key: str, names: list[str]) -> list[str]:
     similar = get_close_matches(key, names, n=1, cutoff=0.75)
     if similar:
         return similar
-    leaves = get_close_matches(last, [name.rpartition(".")[2] for name in names], n=1, cutoff=0.7)
+    leaves = get_close_matches(last, [name.rpartition(".")[2] for name in names], n=1, cutoff=0.65)
     candidates = [name for name in names if name.rpartition(".")[2] in leaves]
-    return get_close_matches(key, candidates, n=3, cutoff=0.0) or get_close_matches(key, names, n=1)
+    if candidates:
+        return get_close_matches(key, candidates, n=3, cutoff=0.0)
+    # A common group alone makes long names similar, such as trainer.fast_dev_run and trainer.val_every
+    return [name for name in get_close_matches(key, names, n=1)
+            if SequenceMatcher(None, last, name.rpartition(".")[2]).ratio() >= 0.5]

@@ -55,6 +55,8 @@ FULL_GPU = ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total 
     ("n_layer=1", "n_layer; did you mean model.n_layer?"), ("max_stepz=3", "did you mean trainer.max_steps?"),
     ("model.layers=1", "did you mean model.n_layer?"), ("trainr.max_stepz=1", "did you mean trainer.max_steps?"),
     ("optim.batch_size=1", "did you mean data.batch_size?"), ("trainer.optim.lr=1", "did you mean optim.lr?"),
+    ("trainer.gradient_clip_val=0", "did you mean optim.grad_clip?"), ("trainer.fast_dev_run=true", "fast_dev_run; --help"),
+    ("optim.betas=0.9,0.95", "must be a list of numbers"), ("tune.modules=att.key,att.value", "tune.modules must be a list"),
     ("modle=small", "did you mean model?"), ("kernel=taichi_v33", "did you mean taichi_v3?"),
     ("nonsense=1", "nonsense; --help"),
     ("+model.nonsense=1", "model.nonsense"),

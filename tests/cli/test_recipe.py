@@ -108,7 +108,7 @@ def test_a_run_s_configuration_is_a_recipe(tmp_path: Path) -> None:
     (b"optim:\n\tlr: 1e-4\n", ["line 2", "tab"]),
     (b"optim: {lr: 1e-4}\noptim: {eps: 1e-6}\n", ["line 2", "optim"]),
     (b"optim: {lr: 1e-4}\noptim.lr: 1e-3\n", ["optim.lr twice"]),
-    (b"optim: {lr: 1e-4, learning_rate: 3}\n", ["optim.learning_rate", "did you mean"]),
+    (b"optim: {lr: 1e-4, warmup: 3}\n", ["optim.warmup", "did you mean"]),
     (b"learning_rate: 3\n", ["learning_rate"]),
     (b"optim: {lr: {max: 3}}\n", ["optim.lr.max"]),
     (b"optim: &all {lr: *all}\n", ["optim.lr"]),
