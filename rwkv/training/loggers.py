@@ -30,6 +30,7 @@ from rwkv.io.atomic import append, write_file
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.io.lines import labelled_line
 from rwkv.report.run_files import METRICS, SWEEP, read_metrics
+from rwkv.training import trackers
 from rwkv.training.trackers import TrackerRun
 from rwkv.training.tuning.preferences import reward_metrics
 
@@ -93,9 +94,12 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
                                                    config.run_name or _default_name(out_dir, run), out_dir, resumed_at))
         try:
             logger.log_hyperparams(run)
+            getattr(logger, "experiment", None)          # some loggers create their files only now, and Lightning at the start
         except Exception as error:       # a tracker's server may be down, or have deleted the run
+            record = out_dir / trackers.RECORD
+            new = f", delete {record} to start a new run of the tracker" if record.exists() else ""
             raise UserError(f"logger={config.name} cannot start or continue a run ({_one_line(error)}). Correct the tracker's "
-                            "settings, or use logger=csv") from None
+                            f"settings and logger.arguments={new}, or use logger=csv") from None
         return [file, _tolerate_errors(logger, config.name)]
     if config.name == "csv":
         return [file]

@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
 from rwkv.io.atomic import write_file
 from rwkv.io.json_types import JsonObject
+from rwkv.io.lines import labelled_line
 from rwkv.report.run_files import TENSORBOARD
 
 RECORD = "mlflow.json"                   # this file in a run's directory holds the MLflow run id and the directory's path
@@ -66,6 +67,8 @@ class MLflow(MLFlowLogger):
 
     def log_hyperparams(self, params: JsonObject | Namespace, *more: object, **named: object) -> None:
         """Logs the options of a new run. The options of a resumed run are not logged, because MLflow rejects changes."""
+        # MLflow tries for minutes to reach a server that is down
+        print(labelled_line("logger", f"MLflow at {self._tracking_uri}", sys.stderr), file=sys.stderr, flush=True)
         if self._continues is not None:
             self.experiment.set_terminated(self.run_id, "RUNNING")
             return
