@@ -16,6 +16,7 @@ PATH = "path"                            # PATH, NAME and TEXT are free text, ta
 NAME = "name"
 TEXT = "text"
 GRAMMAR = "grammar"                      # Hydra parses the value
+LARGEST = 10**15                         # limits whole numbers: len() and islice() accept only numbers of 64 bits
 
 
 def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
@@ -87,7 +88,8 @@ def check_options(config: "DataclassInstance", group: str = "") -> None:
                 setattr(config, item.name, value)
             require_one_of(group + item.name, value, limits["one_of"])
         if limits["least"] is not None:
-            require_at_least(group + item.name, value, limits["least"], limits["most"])
+            most = min(limits["most"], LARGEST) if isinstance(value, int) else limits["most"]
+            require_at_least(group + item.name, value, limits["least"], most)
         if limits["above"] is not None:
             require_between(group + item.name, value, limits["above"], limits["below"])
 

@@ -56,6 +56,8 @@ def test_an_option_without_its_requirement_is_refused_only_if_the_user_set_it() 
 def test_an_error_names_the_option_with_its_group() -> None:
     with pytest.raises(UserError, match=r"^data\.batch_size must be at least 1; got 0$"):
         DataConfig(batch_size=0)
+    with pytest.raises(UserError, match=r"^data\.shuffle_buffer must be at most 1"):
+        DataConfig(shuffle_buffer=10**20)
 
 
 @pytest.mark.parametrize(("config", "key"), [
