@@ -68,7 +68,7 @@ class DataConfig:
     path: str | None = option(None, "file, folder, pattern such as books/**/*.txt, or data set name", verbatim=PATH)
     sources: list[dict[str, Any]] = option(list, "for data=mix: {path: A.jsonl, weight: 0.7} per source; tokens are drawn in "
                                            "proportion to the weights; other keys: name, data, field, separator, split, "
-                                           "val_fraction",
+                                           "config, val_fraction",
                                            needs=("data.name", "mix"))
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                         needs=("data.name", "jsonl", "hf"))
@@ -83,6 +83,8 @@ class DataConfig:
     preview: bool = option(False, "true: show two conversations, with the trained text marked, and exit",
                            needs=("data.name", "chat"))
     split: str = option("train", "split of the Hugging Face data set", filled=True, needs=("data.name", "hf"))
+    config: str | None = option(None, "configuration of the Hugging Face data set, such as sample-10BT; null: its default",
+                                filled=True, needs=("data.name", "hf"))
     streaming: bool = option(False, "tokenise jsonl and hf while training, instead of before",
                              needs=("data.name", "jsonl", "hf", "mix"))
     shuffle_buffer: int = option(10_000, "size of the shuffle buffer of a stream, in documents", least=1,

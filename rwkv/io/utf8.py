@@ -58,7 +58,7 @@ def decode(content: bytes, name: str) -> str:
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
     """Yields the text of a file in chunks, without a byte order mark.
 
-    Raises UserError if the file is unreadable or not UTF-8, or has a page of zero bytes.
+    Raises UserError if the file is unreadable, not UTF-8 or a Git LFS pointer, or has a page of zero bytes.
 
     Args:
         on_bytes: is called with each block of bytes.
@@ -76,6 +76,8 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
                 data = data[len(codecs.BOM_UTF8):]
                 before = len(codecs.BOM_UTF8)
             beginning = beginning or block
+            if beginning.startswith(LFS):
+                raise UserError(f"{option}={path} is {LFS_POINTER}")
             more = bool(block)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
@@ -90,6 +92,12 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
                 yield text
             rest = data[used:]
             before += used
+
+
+def require_no_pointer(path: Path, option: str = "data.path") -> None:
+    """Raises UserError if the file is a Git LFS pointer or cannot be read."""
+    if read_bytes(path, f"{option}={path}", len(LFS)) == LFS:
+        raise UserError(f"{option}={path} is {LFS_POINTER}")
 
 
 def open_file(path: Path, option: str = "data.path") -> BufferedReader:

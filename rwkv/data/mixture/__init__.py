@@ -24,7 +24,7 @@ from rwkv.config import SOURCES, TOKENS, DataConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 
-TEXTS = ("name", "path", "field", "separator", "split")
+TEXTS = ("name", "path", "field", "separator", "split", "config")
 ENTRIES = (*TEXTS, "data", "weight", "val_fraction")
 KINDS = tuple(kind for kind in (*SOURCES, *TOKENS) if kind != "chat")
 EXAMPLE = "data.sources=[{path: A.jsonl, weight: 0.7}, {path: B.txt, weight: 0.3}]"

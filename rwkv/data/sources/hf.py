@@ -19,6 +19,7 @@ from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import count_of
+from rwkv.io.utf8 import require_no_pointer
 
 PATH = ("a .parquet, .arrow, .json, .csv or .tsv file, a folder or a pattern of them, a folder that save_to_disk made, or the "
         "name of a dataset on the Hugging Face Hub")
@@ -41,13 +42,27 @@ def source(config: DataConfig, cache: Path) -> Source:
     def documents() -> Iterator[Any]:
         return split_documents(between_separators(_texts(dataset, config), config), config.val_fraction, str(config.path))
 
-    about = f"{config.path}, split {config.split}, {count_of(len(dataset), 'row')}, column {config.field}"
-    identity = sha256([config.field, *filter(None, [config.separator]), config.split, str(len(dataset)),
+    about = f"{describe(config)}, {count_of(len(dataset), 'row')}, column {config.field}"
+    identity = sha256([config.field, *filter(None, [config.separator, config.config]), config.split, str(len(dataset)),
                        *_content_hashes(dataset, config, cache)])
     return Source(documents, about, identity, int(dataset.data.nbytes))
 
 
+def describe(config: DataConfig) -> str:
+    """Returns the path, the configuration if one was chosen, and the split."""
+    configuration = f", configuration {config.config}" if config.config else ""
+    return f"{config.path}{configuration}, split {config.split}"
+
+
+def _require_configurations(config: DataConfig) -> None:
+    path = str(config.path)
+    if config.config is not None and (Path(path).is_file() or glob.has_magic(path) or _is_saved(path)):
+        raise UserError(f"data.config={config.config} requires a data set with configurations, which is a name on the Hugging "
+                        f"Face Hub or a folder with a README.md that lists them; got data.path={path}")
+
+
 def _load_rows(config: DataConfig) -> Any:
+    _require_configurations(config)
     path, split = str(config.path), config.split
     with _import_datasets(path) as datasets:
         if _is_saved(path):
@@ -58,6 +73,7 @@ def _load_rows(config: DataConfig) -> Any:
 
 def open_streamed(config: DataConfig) -> Any:
     """Returns the text column as an IterableDataset of the library `datasets`, whose state_dict is the position."""
+    _require_configurations(config)
     path = str(config.path)
     with _import_datasets(path) as datasets:
         if _is_saved(path):
@@ -84,7 +100,21 @@ def _import_datasets(path: str) -> Iterator[ModuleType]:
     except UserError:
         raise
     except Exception as error:           # the library raises exceptions of many classes
-        raise UserError(f"data.path={path} cannot be loaded with the library `datasets`: {reason(error)}") from None
+        problem = reason(error).rstrip(".")
+        raise UserError(f"data.path={path} cannot be loaded with the library `datasets`: {problem}"
+                        f"{_remedy(path, problem, error, datasets)}") from None
+
+
+def _remedy(path: str, problem: str, error: Exception, datasets: ModuleType) -> str:
+    if "split" in problem:
+        return ". Choose a split with data.split=NAME"
+    if problem == "Config name is missing":              # the error's second line lists the names
+        return f". {str(error).splitlines()[1]}: choose one with data.config=NAME"
+    if Path(path).is_dir() and len(names := datasets.get_dataset_config_names(path)) > 1:
+        return f". Choose one of the configurations {', '.join(names)} with data.config=NAME"
+    if re.search("reach|exist|find", problem) and not Path(path).exists() and not glob.has_magic(path):
+        return f". On this machine there is no file or folder {path}"
+    return ""
 
 
 def reason(error: Exception) -> str:
@@ -130,6 +160,8 @@ def _load_arguments(config: DataConfig) -> tuple[str, JsonObject]:
         raise UserError(f"data.path={path} must not contain *, ? or [, in which the library `datasets` finds no files of a "
                         "folder. Rename the folder, or use data=jsonl for JSON lines")
     local = [file for _, file in local_files(path)]
+    for file in local:
+        require_no_pointer(file)
     suffixes = {file.suffix for file in local}
     options: JsonObject = {}
     if suffixes == {".parquet"}:
@@ -140,7 +172,7 @@ def _load_arguments(config: DataConfig) -> tuple[str, JsonObject]:
     if suffix not in FORMATS and (Path(path).is_file() or glob.has_magic(path)):
         raise UserError(f"data.path={path} must be {PATH}")
     if suffix not in FORMATS or Path(path).is_dir():
-        return path, options
+        return path, {"name": config.config, **options}
     is_pattern = glob.has_magic(path) and not Path(path).exists()
     files = sorted((str(file.absolute()) for _, file in find_files(path, ())), key=natural_key) if is_pattern else \
         [str(Path(path).absolute()) if Path(path).is_file() else path]     # absolute: glob.escape below covers the whole path

@@ -20,7 +20,7 @@ from rwkv.io.cache import sha256
 from rwkv.io.compressed import BROKEN, COMPRESSED, decompressed_stream
 from rwkv.io.json_lines import loads, parse, text_of
 from rwkv.io.json_types import JsonObject
-from rwkv.io.utf8 import decode, open_file
+from rwkv.io.utf8 import decode, open_file, require_no_pointer
 
 PATH = "a .jsonl, .jsonl.gz or .jsonl.zst file, a folder of them, or a pattern"
 LOCAL = True
@@ -77,6 +77,7 @@ def entries(path: Path) -> Iterator[tuple[JsonObject, str, int]]:
 
 def is_list(path: Path) -> bool:
     """Returns True if the file is one JSON list. Raises UserError if the file has another format, such as Parquet."""
+    require_no_pointer(path)
     beginning = _read_beginning(path)
     kind = next((kind for magic, kind in OTHER_FILES.items() if beginning.startswith(magic)), None)
     if kind:

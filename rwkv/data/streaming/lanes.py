@@ -109,7 +109,7 @@ class Lanes:
             lane = lanes.popleft()
             if self._rows[lane]:
                 rows.append((lane, self._rows[lane].popleft()))
-                size += len(rows[-1][1].content or "")
+                size += rows[-1][1].size()
                 lanes.append(lane)
         for (lane, _), encoded in zip(rows, self._texts.encode([row for _, row in rows]), strict=True):
             self._ids[lane].append(np.concatenate([np.empty(0, self._texts.dtype), *encoded.ids]))
@@ -146,7 +146,7 @@ class Lanes:
         heapq.heapify(emptiest)
         for number in np.random.default_rng((self._seed, block.epoch, block.number)).permutation(len(rows)).tolist():
             lane = emptiest[0][1]
-            size[lane] += len(rows[number].content or "") + 1
+            size[lane] += rows[number].size() + 1
             heapq.heapreplace(emptiest, (size[lane], lane))
             documents[lane] += 1
             if lane in self._rows:

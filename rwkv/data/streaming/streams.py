@@ -30,13 +30,19 @@ Position = list[Any]                     # a reader's position, as lists, dicts,
 
 
 class Row(NamedTuple):
-    """A line of JSON, or the value of a dataset's column. `where` is the location for error messages."""
+    """A line of JSON, or the value of a dataset's column, which may be anything. `where` is the location for error messages."""
 
-    content: bytes | str | None
+    content: Any
     where: str
 
     def encode(self) -> bytes:
-        return self.content if isinstance(self.content, bytes) else (self.content or "").encode(errors="surrogatepass")
+        if isinstance(self.content, bytes):
+            return self.content
+        return ("" if self.content is None else str(self.content)).encode(errors="surrogatepass")
+
+    def size(self) -> int:
+        """Returns the number of bytes or characters of a text, and 0 for anything else."""
+        return len(self.content) if isinstance(self.content, (bytes, str)) else 0
 
 
 class Reader(Iterator[Row]):
@@ -159,10 +165,10 @@ class Dataset(Stream):
 
     def __init__(self, config: DataConfig) -> None:
         self.config = config
-        self.about = f"{config.path}, split {config.split}, column {config.field}"
+        self.about = f"{hf.describe(config)}, column {config.field}"
         files = hf.local_files(str(config.path))
         named = [part for name, file in files for part in (name, ends_of(file))] or [str(config.path)]
-        self.sha256 = sha256([config.split, config.field, *named])
+        self.sha256 = sha256([config.split, config.field, *filter(None, [config.config]), *named])
 
     def read(self, position: Position | None = None) -> Reader:
         return DatasetReader(self.config, position)

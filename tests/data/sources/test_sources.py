@@ -22,6 +22,7 @@ from rwkv.data.documents.source import Document, in_validation
 from rwkv.data.files import find_files
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.sources import open_source
+from rwkv.data.sources.hf import open_streamed
 from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.data.streaming.streams import open_stream
 from rwkv.errors import UserError
@@ -354,6 +355,33 @@ def test_a_path_that_the_library_cannot_find_is_named(config: DataConfig, tmp_pa
     Path("rows.csv.gz").write_bytes(gzip.compress(b"text\n"))
     for path in ("rows.csv.gz", "*.gz"):
         refuses(of_kind(config, "hf", Path(path)), path, "a .parquet, .arrow")
+    for name in ("pointer.parquet", "pointer.json"):
+        Path(name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 381\n")
+        refuses(of_kind(config, "hf", Path(name)), name, "git lfs pull")
+    refuses(of_kind(config, "hf", Path("absent.parquet")), "there is no file or folder absent.parquet")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
+@pytest.mark.filterwarnings("ignore")                    # the library's own
+def test_a_configuration_of_a_data_set_is_chosen_by_name(config: DataConfig, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name, words in (("en", WORDS[:40]), ("de", WORDS[40:])):
+        datasets.Dataset.from_dict({"text": words}).to_parquet(folder / f"{name}.parquet")
+    listed = "".join(f"- config_name: {name}\n  data_files: {name}.parquet\n" for name in ("en", "de"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{listed}---\n")
+    german = dataclasses.replace(of_kind(config, "hf", folder), config="de")
+    assert sorted(document for split in texts(german) for document in split) == sorted(WORDS[40:])
+    rows = open_streamed(german)
+    assert [row["text"] for row in rows] == WORDS[40:]
+    refuses(of_kind(config, "hf", folder), "en, de", "data.config=NAME")
+    refuses(dataclasses.replace(german, config="fr"), "en, de")
+    refuses(dataclasses.replace(german, path=str(folder / "en.parquet")), "data.config=de requires")
 
 
 def test_the_error_without_the_library_names_the_package(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,6 +439,7 @@ def refuses(config: DataConfig, *words: str) -> None:
 
 WRONG_TEXT: dict[str, tuple[bytes | None, tuple[str, ...]]] = {
     "missing": (None, ("data.path=", "text.txt")), "empty": (b"", ("data.path=", "text.txt")),
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 381\n" * 9, ("text.txt", "git lfs pull")),
     "one character": (b"a", ("data.path=", "text.txt")),
     "cut off": ("köstlich\n".encode() * 99 + b"k\xc3", ("byte 991 ", "cut off", "download")),
     "latin-1": ("name,ort\nJosé,Köln\n".encode("latin1") * 99, ("byte 12 ", "iconv")),

@@ -319,6 +319,7 @@ WRONG: list[tuple[bytes, dict[str, Any], tuple[str, ...]]] = [
     (lines_of(TEXTS[:10]), {}, ("10 documents", "data.val_documents=10")),
     (lines_of(["a"] * 40), {"val_documents": 5}, ("data.val_documents=5", "10 tokens", "requires at least 17")),
     (b"", {}, ("is empty",)), (b'[{"text": "a"}]', {}, ("JSON list", "data.streaming")), (b"PAR1", {}, ("Parquet",)),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", {}, ("git lfs pull",)),
     (lines_of(TEXTS), {"field": "body"}, ("data.field=text",)),
     (lines_of([*TEXTS[:10], *([""] * 30)]), {}, ("no text to train on", "empty")),
     (lines_of([*TEXTS[:10], *TEXTS[:10]]), {}, ("no text to train on", "copies")),
@@ -438,6 +439,12 @@ def test_a_wrong_data_set_is_reported_in_one_sentence(tmp_path: Path, quiet: Any
         assert "\n" not in str(caught.value)
         assert all(part in str(caught.value) for part in named), str(caught.value)
     assert read(loader(dataclasses.replace(config_of(tmp_path / "none.parquet"), name="hf")))
+    windows = []
+    for name, row in (("empty", b'{"text": ""}\n'), ("number", b'{"text": 3}\n')):     # a row without a text is skipped
+        path = tmp_path / f"{name}.json"
+        path.write_bytes(lines_of(TEXTS[:40]) + row + lines_of(TEXTS[40:]))
+        windows.append(read(loader(dataclasses.replace(config_of(path), name="hf"))))
+    assert windows[0] == windows[1]
 
 
 # Mixes, and whole runs
