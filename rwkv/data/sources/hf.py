@@ -68,7 +68,12 @@ def _load_rows(config: DataConfig) -> Any:
         if _is_saved(path):
             return _select_split(datasets.load_from_disk(path), path, split)
         name, options = _load_arguments(config)
-        return datasets.load_dataset(name, split=split, **options)
+        rows = datasets.load_dataset(name, split=split, **options)
+        # The library notices a changed file only by its timestamp, which cp -p, rsync and archives preserve
+        size = sum(file.stat().st_size for _, file in local_files(path))
+        if "data_files" in options and rows.info.download_size not in (None, size):
+            rows = datasets.load_dataset(name, split=split, download_mode="force_redownload", **options)
+        return rows
 
 
 def open_streamed(config: DataConfig) -> Any:

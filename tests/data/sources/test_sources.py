@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -359,6 +360,25 @@ def test_a_path_that_the_library_cannot_find_is_named(config: DataConfig, tmp_pa
         Path(name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 381\n")
         refuses(of_kind(config, "hf", Path(name)), name, "git lfs pull")
     refuses(of_kind(config, "hf", Path("absent.parquet")), "there is no file or folder absent.parquet")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
+@pytest.mark.filterwarnings("ignore")                    # the library's own
+def test_a_file_that_was_replaced_by_one_of_the_same_timestamp_is_read(config: DataConfig, tmp_path: Path,
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """An archive may give all versions of a file the same timestamp. The library would return the first version's rows."""
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    for ending in ("json", "parquet", "csv"):
+        path = tmp_path / f"rows.{ending}"
+        for words in (WORDS[:30], WORDS[30:]):
+            rows = datasets.Dataset.from_dict({"text": words})
+            {"json": rows.to_json, "parquet": rows.to_parquet, "csv": rows.to_csv}[ending](str(path))
+            os.utime(path, (1e9, 1e9))
+            for _ in range(2):
+                assert sorted(text for split in texts(of_kind(config, "hf", path)) for text in split) == sorted(words)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
