@@ -50,7 +50,8 @@ def check_choice(group: str, choice: str) -> None:
     if choice not in choices(group) and not (choice == "null" and group in OPTIONAL):
         close = get_close_matches(choice, choices(group), n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        paths = f"; to use your own file, give a path such as ./{choice or 'mine'}.yaml" if group == EXPERIMENT else ""
+        own = choice if choice and Path(choice).exists() else f"{choice or 'mine'}.yaml"
+        paths = f"; to use your own file, give a path such as ./{own}" if group == EXPERIMENT else ""
         raise UserError(f"unknown {group} {choice!r}; {hint}the choices are: {', '.join(choices(group))}{paths}")
 
 

@@ -173,3 +173,8 @@ def test_a_wrong_file_of_a_group_is_reported_in_one_sentence(run: Run, tmp_path:
                                  ("debug", "seed:\n\t3", "tab")):
         (tmp_path / "configs" / group / "mine.yaml").write_text(content)
         one_sentence(run("train", f"{group}=mine"), f"{group}/mine.yaml", word)
+
+
+def test_a_run_s_directory_that_looks_like_a_choice_is_suggested_as_a_path(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    one_sentence(run("train", "experiment=mine"), "such as ./mine\n")
