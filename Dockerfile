@@ -11,5 +11,6 @@ RUN useradd --create-home --uid 1000 timemix
 USER 1000
 WORKDIR /home/timemix
 EXPOSE 8000
-HEALTHCHECK CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"]
+HEALTHCHECK --start-period=10m CMD ["python", "-c", \
+  "import urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:8000/health')"]
 ENTRYPOINT ["timemix", "serve", "host=0.0.0.0"]
