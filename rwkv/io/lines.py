@@ -7,6 +7,7 @@ from typing import TextIO
 
 COLUMN = 11                              # the column at which the text begins
 NARROWEST = 40                           # lines are not wrapped in terminals narrower than this
+LONE_RETURN = re.compile(r"\r(?!\n)")    # what follows it on a terminal overwrites the line
 CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"} | {0x7F: "\u2421"} \
     | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # a terminal shows these instead
 
@@ -57,7 +58,7 @@ def escape_controls(text: str, stream: TextIO) -> str:
     For a terminal, control characters are replaced by symbols, because they could move the cursor or change settings. For files
     and pipes the text is unchanged.
     """
-    return text.translate(CONTROLS) if stream.isatty() else text
+    return LONE_RETURN.sub("\u240d", text).translate(CONTROLS) if stream.isatty() else text
 
 
 def _terminal_width(stream: TextIO) -> int | None:
