@@ -39,7 +39,7 @@ def _host(origin: str) -> str:
 def _is_local(host: str) -> bool:
     """Returns True for an IP address and for a name of this machine or network. No site on the internet has such a name."""
     try:
-        name = urlsplit(f"//{host}").hostname or ""
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:
         return False
     with suppress(ValueError):
