@@ -14,6 +14,7 @@ from rwkv.io.utf8 import without_surrogates
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 OTHER_ROLES = {"developer": "system", "function": "tool"}        # OpenAI's newer and older names
+TEXTS = ("text", "input_text", "output_text")              # the last two are the names in OpenAI's Responses API
 NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # types of content parts in OpenAI's API
 EMPTY: tuple[object, ...] = (None, "", [], {})            # a field with one of these values is treated as missing
 LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")  # fields that say whether an answer is learnt
@@ -126,13 +127,13 @@ def _content(content: object, refusal: object, role: str, where: str) -> str:
 
 
 def _text(item: Any, role: str, where: str) -> str:
-    kinds = ("text", "refusal") if role == "assistant" else ("text",)
     kind = item.get("type") if isinstance(item, Mapping) else None
     if isinstance(kind, str) and kind in NO_TEXT:
         raise UserError(f"{where} must be text; got {NO_TEXT[kind]}")
-    if kind not in kinds or not isinstance(item.get(kind), str):
+    field = "refusal" if kind == "refusal" and role == "assistant" else "text" if kind in TEXTS else None
+    if field is None or not isinstance(item.get(field), str):
         raise UserError(f'{where} must be a text part, such as {{"type": "text", "text": "..."}}; got {_excerpt(item)}')
-    text: str = item[kind]
+    text: str = item[field]
     return text
 
 

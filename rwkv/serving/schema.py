@@ -28,6 +28,8 @@ from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONGEST_STOP = 256                       # characters
+# OpenAI allows 4 stop strings. vLLM, llama.cpp and Ollama have no limit, so clients send more: Continue 9, RWKV-Runner 10
+MOST_STOPS = 32
 LONGEST_ERROR = 400                      # characters
 MOST_ROWS = 128                          # maximum sequences in one request
 MOST_LOGPROBS = 20                       # maximum top log-probabilities per position, as in OpenAI's chat API
@@ -41,7 +43,6 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 NewTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]            # NO_LIMIT means the server's default
 Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1 requests a random seed
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]       # Python's $ also matches before "\n"
 # OpenAI's API allows names of up to 64 letters, digits, _ and -, Anthropic's up to 128. Names of MCP's tools may have . and /
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_./-]{1,128}$(?!\n)")]
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
@@ -86,7 +87,7 @@ class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_u
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    name: Name
+    name: Ignored = None                 # required by OpenAI, but not by llama.cpp, LM Studio and Perplexity
     description: str | None = None
     schema: JsonObject
     strict: bool | None = None           # ignored, because schemas are always enforced
@@ -160,7 +161,6 @@ else:
 class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     """The fields that completions and chat completions share."""
 
-    most_stops: ClassVar[int]
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
 
     stream_options: StreamOptions | None = None
@@ -174,8 +174,8 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
 
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stops) > self.most_stops or any(not 1 <= len(stop) <= LONGEST_STOP for stop in stops):
-            raise ApiError(400, f"stop must have at most {self.most_stops} strings, each with 1 to {LONGEST_STOP} characters",
+        if len(stops) > MOST_STOPS or any(not 1 <= len(stop) <= LONGEST_STOP for stop in stops):
+            raise ApiError(400, f"stop must have at most {MOST_STOPS} strings, each with 1 to {LONGEST_STOP} characters",
                            "stop")
         return stops
 
@@ -245,8 +245,6 @@ def require_off(options: JsonMapping, off: Mapping[str, tuple[object, ...]], lac
 
 
 class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
-    most_stops: ClassVar[int] = 16       # OpenAI allows 4, but lm-evaluation-harness sends 6 for some tasks
-
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
     suffix: str | None = None
     best_of: int | None = None
@@ -256,6 +254,7 @@ class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
 
 
 THINK_OF_PROMPT: dict[str, Think] = {"open_think": True, "fake_think": "fake", "no_think": False}      # rwkv_generation_prompt
+THINK_OF_TYPE: dict[str, Think] = {"enabled": True, "disabled": False}     # with other types, the model decides
 THINK_OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}   # all other efforts mean True
 HINT_OF_EFFORT = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
@@ -305,6 +304,12 @@ class AllowedToolsChoice(msgspec.Struct, tag="allowed_tools", tag_field="type", 
     allowed_tools: AllowedTools
 
 
+class ThinkingSwitch(msgspec.Struct):
+    """The field `thinking` of DeepSeek, GLM, Kimi and Doubao, whose further fields, such as a budget, have no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+
+
 class Thinking(NamedTuple):
     """Whether and how a request asks for thoughts.
 
@@ -322,7 +327,6 @@ class Thinking(NamedTuple):
 
 
 class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
-    most_stops: ClassVar[int] = 4
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {name: NEUTRAL[name] for name in NEUTRAL if name not in CONTINUATION}
 
     messages: Unchecked
@@ -340,6 +344,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     enable_thinking: bool | None = None  # some clients send it here, others in chat_template_kwargs
     reasoning_effort: Effort | None = None
     think: bool | Literal["", "low", "medium", "high", "max"] | None = None      # Ollama's field: on, off or an effort
+    thinking: ThinkingSwitch | None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Ignored = None            # the server ignores preferences about style and speed
     prediction: Ignored = None
@@ -377,7 +382,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
                                 f"got {unknown[0][:100]!r}", "tool_choice")
         return [(place, function) for place, function in enumerate(functions) if function.name in allowed_names]
 
-    def thinking(self, thinks: bool) -> Thinking:
+    def requested_thinking(self, thinks: bool) -> Thinking:
         """Returns whether and how the answer begins with thoughts. Raises ApiError for conflicting fields.
 
         `thinks` says whether the template supports thoughts. If it does not, an effort has no effect.
@@ -386,6 +391,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         switches = {"chat_template_kwargs.think": None if kwargs.think is None else parse_think(str(kwargs.think).lower()),
                     "chat_template_kwargs.rwkv_generation_prompt": THINK_OF_PROMPT.get(kwargs.rwkv_generation_prompt or ""),
                     "enable_thinking": self.enable_thinking, "think": self.think if isinstance(self.think, bool) else None,
+                    "thinking": THINK_OF_TYPE.get(self.thinking.type) if self.thinking else None,
                     "chat_template_kwargs.enable_thinking": kwargs.enable_thinking,
                     "chat_template_kwargs.thinking": kwargs.thinking}
         efforts = {"reasoning_effort": self.reasoning_effort, "think": self.think if isinstance(self.think, str) else None,
@@ -400,12 +406,6 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
                                     "reasoning off. Send only one of the two", second)
         field = next(iter(requested), "")
         return Thinking(requested.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
-
-
-class TranslatedChat(ChatRequest, forbid_unknown_fields=True, kw_only=True):
-    """A chat request translated from another API, which allows more stop strings than OpenAI's."""
-
-    most_stops: ClassVar[int] = 16
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

@@ -46,7 +46,8 @@ IGNORED_IN_CHAT: list[dict[str, Any]] = [
     {"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": None}},
     {"chat_template_kwargs": {}}, {"enable_thinking": False}, {"max_completion_tokens": 8}]
 DEFAULTS: list[dict[str, Any]] = [
-    {"n": 1}, {"logit_bias": {}}, {"stop": []}, {"temperature": 1}, {"top_p": 1}, {"presence_penalty": 0},
+    {"n": 1}, {"logit_bias": {}}, {"stop": []}, {"stop": [f"{number} stop strings" for number in range(32)]},
+    {"temperature": 1}, {"top_p": 1}, {"presence_penalty": 0},
     {"frequency_penalty": 0}, {"top_k": 0}, {"min_p": 0}, {"repetition_penalty": 1}, {"stream": False}]
 
 # the server refuses these fields and names them
@@ -60,18 +61,20 @@ NOT_HERE: list[tuple[str, Any]] = [
     ("reasoning", {"effort": "low"})]
 OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("temperature", 2.01), ("top_p", -0.01), ("presence_penalty", 2.01), ("frequency_penalty", -2.01), ("n", 0),
-    ("stop", list("abcde")), ("top_logprobs", 21), ("top_logprobs", -1), ("max_completion_tokens", -2)]
+    ("stop", ["x"] * 33), ("top_logprobs", 21), ("top_logprobs", -1), ("max_completion_tokens", -2)]
 
 # the server answers each of these messages like {"role": "assistant", "content": "hello"}
 SAME: list[dict[str, Any]] = [
     {"role": "assistant", "content": [{"type": "text", "text": "hello"}]},
+    {"role": "assistant", "content": [{"type": "output_text", "text": "hello", "annotations": []}]},
     {"role": "assistant", "content": [{"type": "refusal", "refusal": "hello"}]},
     {"role": "assistant", "content": None, "refusal": "hello"},
     {"role": "assistant", "content": "hello", "name": "a", "refusal": None, "audio": None, "annotations": [],
      "function_call": None, "tool_calls": None, "reasoning_content": None}]
 EMPTY: list[dict[str, Any]] = [{"role": "assistant", "content": None}, {"role": "assistant"},
                                {"role": "assistant", "content": []}]
-TOOL: list[dict[str, Any]] = [{"role": "tool", "content": [TEXT]}, {"role": "function", "name": "f", "content": "hi"}]
+TOOL: list[dict[str, Any]] = [{"role": "tool", "content": [TEXT]}, {"role": "function", "name": "f", "content": "hi"},
+                              {"role": "tool", "content": [{"type": "input_text", "text": "hi"}]}]
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"role": "user", "content": [TEXT, {"type": "image_url", "image_url": {"url": "data:"}}]}, "messages[1].content[1]"),
     ({"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]},
@@ -182,9 +185,12 @@ def test_options_without_effect_are_accepted(api: httpx.Client) -> None:
 
 
 def test_json_object_may_have_a_schema(api: httpx.Client) -> None:
-    """llama.cpp, llama-cpp-python and Together expect the schema there."""
+    """llama.cpp, llama-cpp-python and Together have the schema there."""
     schema = {"type": "object", "properties": {"a": {"const": 3}}, "required": ["a"], "additionalProperties": False}
     assert json.loads(chat(api, response_format={"type": "json_object", "schema": schema}, max_tokens=200)) == {"a": 3}
+    for name in ({}, {"name": "Result[int]"}):           # llama.cpp, LM Studio and Perplexity require no name, and ignore it
+        answer = chat(api, response_format={"type": "json_schema", "json_schema": {**name, "schema": schema}}, max_tokens=200)
+        assert json.loads(answer) == {"a": 3}
     wrong = {"type": "json_object", "schema": {"type": "nothing"}}
     check_error(api.post("/chat/completions", json={**CHAT, "response_format": wrong}), "response_format.schema")
 

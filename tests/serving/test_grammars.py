@@ -139,8 +139,6 @@ def test_a_blank_line_does_not_end_json(client: "openai.OpenAI") -> None:
 @pytest.mark.parametrize(("options", "param"), [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}}},
-     "response_format.json_schema.name"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": form({"properties": {"a": {"type": "strin"}}})}, "response_format.json_schema.schema.properties.a"),
     ({"response_format": form(CITY), "grammar": {"syntax": "regex", "definition": "a"}}, "grammar"),

@@ -46,6 +46,8 @@ FALSE, TRUE, FAKE = ({"chat_template_kwargs": {"think": think}} for think in (Fa
     ({"max_tokens": 1}, "", "<thi", "length"), ({"max_tokens": 4}, "One, \n\ntwo. </", "", "length"),
     ({"max_tokens": 6}, "One, \n\ntwo.", "\ufffd", "length"), ({"extra_body": TRUE}, "Hm. Well", "No!", "stop"),
     ({"extra_body": {"enable_thinking": True}, "max_tokens": 2}, "Hm.", "", "length"),
+    ({"extra_body": {"thinking": {"type": "enabled", "budget_tokens": 9}}}, "Hm. Well", "No!", "stop"),
+    ({"extra_body": {"thinking": {"type": "disabled"}}}, "One, \n\ntwo.", "€ for STOP all", "stop"),
     ({"reasoning_effort": "high"}, "Hm. Well", "No!", "stop"), ({"extra_body": FAKE}, "", "Hm. Well </think>\nNo!", "stop"),
     ({"reasoning_effort": "minimal"}, "", "Hm. Well </think>\nNo!", "stop"),
     ({"reasoning_effort": "none", "max_tokens": 3}, "One,", "", "length")], ids=str)
@@ -123,8 +125,10 @@ def test_an_answer_is_continued_in_its_thoughts_or_in_its_text(client: "openai.O
     ({"enable_thinking": True, "chat_template_kwargs": {"think": False}}, "enable_thinking"),
     ({"enable_thinking": False, "reasoning_effort": "high"}, "reasoning_effort"),
     ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+    ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "thinking"), ({"thinking": {"type": "on"}}, "thinking.type"),
     *((options, None) for options in (
-        {"enable_thinking": None}, {"reasoning_effort": None}, {"chat_template_kwargs": {"think": None}},
+        {"enable_thinking": False, "thinking": {"type": "auto"}}, {"enable_thinking": None}, {"reasoning_effort": None},
+        {"chat_template_kwargs": {"think": None}},
         {"enable_thinking": True, "chat_template_kwargs": {"think": "fake"}}, {"reasoning_effort": "max"},
         {"enable_thinking": True, "reasoning_effort": "minimal"}, {"enable_thinking": False, "reasoning_effort": "none"}))],
     ids=str)

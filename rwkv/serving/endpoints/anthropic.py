@@ -21,7 +21,7 @@ from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError, json_response, rename_error_fields
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
-from rwkv.serving.schema import Effort, Ignored, NewTokens, SamplingFields, Seed, TranslatedChat, convert, read
+from rwkv.serving.schema import ChatRequest, Effort, Ignored, NewTokens, SamplingFields, Seed, convert, read
 from rwkv.serving.service import Service, handle_body, owner
 from rwkv.serving.submission import submit
 
@@ -133,7 +133,7 @@ def _translate(service: Service, raw_body: bytes, owner: str, counts: bool = Fal
               "continue_final_message": bool(chat) and chat[-1]["role"] == "assistant", **_choice(body.tool_choice)}
     rename = partial(_client_field, places=places)
     with rename_error_fields(rename):
-        return *chat_sequences(service, convert(fields, TranslatedChat), owner), body, rename
+        return *chat_sequences(service, convert(fields, ChatRequest), owner), body, rename
 
 
 def _client_field(field: str, places: list[str]) -> str:

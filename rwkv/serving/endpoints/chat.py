@@ -131,7 +131,7 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
 
     Raises ApiError if the template does not support the requested thinking. Ignores an unsupported effort.
     """
-    thinking = body.thinking(service.template.thinks)
+    thinking = body.requested_thinking(service.template.thinks)
     try:
         service.template.answer_start(thinking.think)
         if calls and thinking.think is True:

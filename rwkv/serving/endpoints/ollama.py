@@ -25,10 +25,10 @@ from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
 from rwkv.serving.schema import (
     OFF,
+    ChatRequest,
     CompletionRequest,
     Function,
     TokenId,
-    TranslatedChat,
     Unchecked,
     convert,
     read,
@@ -138,7 +138,7 @@ def _chat(service: Service, raw_body: bytes, owner: str) -> Translated:
         else:
             fields["messages"].pop()
     with rename_error_fields(_ollama_field):
-        return *chat_sequences(service, convert(fields, TranslatedChat), owner), body
+        return *chat_sequences(service, convert(fields, ChatRequest), owner), body
 
 
 def _generate(service: Service, raw_body: bytes, owner: str) -> Translated:
@@ -162,7 +162,7 @@ def _generate(service: Service, raw_body: bytes, owner: str) -> Translated:
         # The context already includes the conversation's system prompt.
         system = [{"role": "system", "content": body.system}] if body.system and not body.context else []
         fields["messages"] = [*system, {"role": "user", "content": prompt}]
-        return *chat_sequences(service, convert(fields, TranslatedChat), owner, body.context or ()), body
+        return *chat_sequences(service, convert(fields, ChatRequest), owner, body.context or ()), body
 
 
 def _completion_request(service: Service, body: OllamaGenerate, prompt: str, fields: JsonObject) -> CompletionRequest:
