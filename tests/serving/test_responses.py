@@ -94,6 +94,25 @@ def test_a_previous_response_is_a_state(client: "openai.OpenAI", stream: bool) -
     assert other.output_text == chat.choices[0].message.content, "instructions are those of the last request"
 
 
+def test_a_reference_stands_for_a_stored_item(client: "openai.OpenAI", api: httpx.Client) -> None:
+    """Vercel's AI SDK sends references in place of its earlier answers."""
+    def ask(items: list[Any], **more: Any) -> Any:
+        return client.responses.create(model="tiny", input=items, max_output_tokens=12,
+                                       extra_body={"seed": 5, "logit_bias": LETTERS}, **more)
+
+    first = ask([{"role": "user", "content": "a"}])
+    sent = client.responses.input_items.list(first.id).data[0]
+    question = {"role": "user", "content": "and?"}
+    whole = ask([sent.to_dict(), first.output[0].to_dict(), question])
+    second = ask([*({"type": "item_reference", "id": item.id} for item in (sent, *first.output)), question])
+    assert (second.output_text, second.usage.input_tokens) == (whole.output_text, whole.usage.input_tokens)
+    client.responses.delete(whole.id)
+    client.responses.delete(second.id)
+    client.responses.delete(first.id)
+    answer = api.post("/responses", json={"input": [question, {"type": "item_reference", "id": first.output[0].id}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "input[1]")
+
+
 def test_responses_are_kept_listed_and_deleted(client: "openai.OpenAI", api: httpx.Client) -> None:
     import openai
 

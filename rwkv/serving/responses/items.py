@@ -49,8 +49,8 @@ def _input_item(item: JsonObject, where: str) -> JsonObject:
         return {"id": _id(item, "rs"), "type": kind, "status": "completed",
                 "summary": _thoughts(item, "summary", "summary_text", where),
                 "content": _thoughts(item, "content", "reasoning_text", where)}
-    raise ApiError(400, f"{where}.type must be message, function_call, function_call_output or reasoning", where,
-                   "unsupported_parameter")
+    raise ApiError(400, f"{where}.type must be message, function_call, function_call_output, reasoning or item_reference",
+                   where, "unsupported_parameter")
 
 
 def _id(item: JsonMapping, kind: str) -> str:

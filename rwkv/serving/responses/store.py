@@ -47,6 +47,7 @@ class Responses:
         self._folder = Path(config.states_dir) if config.states_dir and self.has_room else None
         self._stored: dict[str, bytes] = {}
         self._lru = FairLRU[str]()
+        self._items: dict[str, str] = {}         # for each item's id, the id of the last response that has the item
         self._on_disk: set[str] = set()  # ids of responses that have a file
         self._ignored: set[str] = set()  # names of files that are not responses, or that this server has deleted
         if self._folder:
@@ -76,12 +77,12 @@ class Responses:
             else:
                 self._ignored.discard(path.name)
                 self._on_disk.add(path.stem)
-                self._remember(path.stem, stored.owner, msgspec.json.encode(stored))
+                self._remember(stored, msgspec.json.encode(stored))
         for response_id in [stored_id for stored_id in self._on_disk if f"{stored_id}.json" not in names]:
             if not (self._folder / f"{response_id}.json").exists():
                 self._on_disk.discard(response_id)
-                self._stored.pop(response_id, None)
-                self._lru.remove(response_id)
+                if response_id in self._stored:
+                    self._forget(response_id)
 
     def get(self, response_id: str, owner: str, field: str | None = None) -> StoredResponse:
         """Returns the stored response. Raises ApiError if the owner has no such response.
@@ -97,6 +98,18 @@ class Responses:
             self._lru.use(response_id)
         return stored
 
+    def item(self, item_id: str, owner: str, where: str) -> JsonObject:
+        """Returns the item with this id from the owner's stored responses. Raises ApiError if there is none.
+
+        `where` is the place in the request that names the item.
+        """
+        content = self._stored.get(self._items.get(item_id, ""))
+        stored = msgspec.json.decode(content, type=StoredResponse) if content else None
+        if stored is None or stored.owner != owner:
+            raise ApiError(404, f"{where}: the item {item_id[:100]!r} is unknown: its response was never stored, was deleted "
+                                "or evicted, or belongs to another API key. Send the item itself", where, "item_not_found")
+        return next(item for item in _items(stored) if item.get("id") == item_id)
+
     async def put(self, stored: StoredResponse) -> bool:
         """Stores a response. Returns False if it exceeds the memory on its own, and then drops only its state."""
         response_id = stored.response["id"]
@@ -111,13 +124,11 @@ class Responses:
                 self._on_disk.add(response_id)
             except OSError as error:
                 say("responses", f"{path} cannot be written: {error}. The response is only in memory")
-        self._remember(response_id, stored.owner, content)
+        self._remember(stored, content)
         return True
 
     def drop(self, response_id: str) -> None:
-        content = self._stored.pop(response_id)
-        self._lru.remove(response_id)
-        self._drop_state(msgspec.json.decode(content, type=StoredResponse))
+        self._drop_state(self._forget(response_id))
         if self._folder:
             path = self._folder / f"{response_id}.json"
             self._on_disk.discard(response_id)
@@ -132,11 +143,25 @@ class Responses:
         if state is not None and not stored.kept:
             self._engine.drop(state)
 
-    def _remember(self, response_id: str, owner: str, content: bytes) -> None:
+    def _remember(self, stored: StoredResponse, content: bytes) -> None:
+        response_id = stored.response["id"]
         self._stored[response_id] = content
-        self._lru.add(response_id, owner, len(content))
+        self._items.update((item["id"], response_id) for item in _items(stored) if "id" in item)
+        self._lru.add(response_id, stored.owner, len(content))
         while self._lru.total > self._limit:
             self.drop(self._lru.victim(self._limit))
+
+    def _forget(self, response_id: str) -> StoredResponse:
+        stored = msgspec.json.decode(self._stored.pop(response_id), type=StoredResponse)
+        self._lru.remove(response_id)
+        for item in _items(stored):
+            if self._items.get(item.get("id", "")) == response_id:
+                del self._items[item["id"]]
+        return stored
+
+
+def _items(stored: StoredResponse) -> list[JsonObject]:
+    return [*stored.input, *stored.response["output"]]
 
 
 def _read(content: bytes, response_id: str) -> StoredResponse:
