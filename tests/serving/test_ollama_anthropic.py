@@ -326,6 +326,13 @@ def test_anthropic_s_errors_have_its_format(server: Running, fields: dict[str, A
     assert named in error["error"]["message"]
 
 
+def test_a_tool_runner_can_continue_without_a_thread(server: Running) -> None:
+    """The tool runners of Anthropic's clients ask for a thread, and do without one after this error code."""
+    body = {"model": "tiny", "messages": QUESTION, "max_tokens": 5, "thread": {"type": "create"}}
+    answer = httpx.post(f"{server.url}/v1/messages", json=body)
+    assert (answer.status_code, answer.json()["error"]["details"]) == (400, {"error_code": "thread_unsupported_request"})
+
+
 def test_thoughts_of_consecutive_messages_are_all_read(g1: Running) -> None:
     def count(*answers: tuple[str, str]) -> int:
         turns = [{"role": "assistant", "content": [{"type": "thinking", "thinking": thoughts, "signature": ""},

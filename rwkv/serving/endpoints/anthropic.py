@@ -21,7 +21,7 @@ from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError, json_response, rename_error_fields
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
-from rwkv.serving.schema import ChatRequest, Effort, Ignored, NewTokens, SamplingFields, Seed, convert, read
+from rwkv.serving.schema import ChatRequest, Effort, Ignored, NewTokens, SamplingFields, Seed, Unchecked, convert, read
 from rwkv.serving.service import Service, handle_body, owner
 from rwkv.serving.submission import submit
 
@@ -30,6 +30,8 @@ ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 NO_TEXT = {"image": "an image", "document": "a document", "container_upload": "a file"}
 NAMES = {"stop": "stop_sequences", "enable_thinking": "thinking", "reasoning_effort": "output_config.effort",
          "response_format": "output_config.format"}
+# The tool runners of Anthropic's clients ask for a thread, and continue without one after this error code
+NO_THREADS = "thread_unsupported_request"
 SIGNATURE = "unsigned"                   # every thinking block needs a signature, because clients send back only signed blocks
 REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
 
@@ -75,6 +77,7 @@ class MessagesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     tools: list[JsonObject] | None = None
     tool_choice: Choice | None = None
     container: None = None               # not supported
+    thread: Unchecked = None             # not supported
     metadata: Ignored = None
     cache_control: Ignored = None
     service_tier: Ignored = None
@@ -87,7 +90,8 @@ class MessagesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
 def error_body(error: ApiError) -> JsonObject:
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    details = {"details": {"error_code": NO_THREADS}} if error.body["error"]["code"] == NO_THREADS else {}
+    return {"type": "error", "error": {"type": kind, "message": str(error), **details}}
 
 
 async def messages(service: Service, request: Request) -> "MessagesAnswer":
@@ -119,6 +123,9 @@ def _translate(service: Service, raw_body: bytes, owner: str, counts: bool = Fal
     body = read(raw_body, MessagesRequest)
     if body.max_tokens is None and not counts:
         raise ApiError(400, "max_tokens is required", "max_tokens")
+    if body.thread is not None:
+        raise ApiError(400, "thread is not supported by this server: send the whole conversation as messages, without thread",
+                       "thread", NO_THREADS)
     chat, places = _messages(body)
     sampling = {name: value for name in SamplingFields.__struct_fields__ if (value := getattr(body, name)) is not None}
     thinking = body.thinking.type if body.thinking else "adaptive"
