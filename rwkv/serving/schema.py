@@ -83,6 +83,7 @@ class TextFormat(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fi
 
 class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_unknown_fields=True):
     schema: JsonObject | None = None     # llama.cpp, llama-cpp-python and Together have the schema here
+    value: JsonObject | None = None      # TGI and Hugging Face's InferenceClient have it here
     json_schema: None = None             # some clients send the fields of other formats as null
 
 
@@ -195,9 +196,13 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         if self.format:
             return Grammar.json_schema({"type": "object"} if self.format == "json" else self.format, "format")
         if isinstance(self.response_format, ObjectFormat):
-            schema = self.response_format.schema
+            field = "schema" if self.response_format.value is None else "value"
+            schema = getattr(self.response_format, field)
+            if field == "value" and self.response_format.schema is not None:
+                raise ApiError(400, "response_format.value conflicts with response_format.schema: send only one of the two",
+                               "response_format.value")
             return (Grammar.json_schema({"type": "object"}, "response_format") if schema is None else
-                    Grammar.json_schema(schema, "response_format.schema"))
+                    Grammar.json_schema(schema, f"response_format.{field}"))
         if isinstance(self.response_format, SchemaFormat):
             return Grammar.json_schema(self.response_format.json_schema.schema, "response_format.json_schema.schema")
         return None

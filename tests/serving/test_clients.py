@@ -188,6 +188,9 @@ def test_json_object_may_have_a_schema(api: httpx.Client) -> None:
     """llama.cpp, llama-cpp-python and Together have the schema there."""
     schema = {"type": "object", "properties": {"a": {"const": 3}}, "required": ["a"], "additionalProperties": False}
     assert json.loads(chat(api, response_format={"type": "json_object", "schema": schema}, max_tokens=200)) == {"a": 3}
+    assert json.loads(chat(api, response_format={"type": "json_object", "value": schema}, max_tokens=200)) == {"a": 3}    # TGI
+    both = {"type": "json_object", "schema": schema, "value": schema}
+    check_error(api.post("/chat/completions", json={**CHAT, "response_format": both}), "response_format.value")
     for name in ({}, {"name": "Result[int]"}):           # llama.cpp, LM Studio and Perplexity require no name, and ignore it
         answer = chat(api, response_format={"type": "json_schema", "json_schema": {**name, "schema": schema}}, max_tokens=200)
         assert json.loads(answer) == {"a": 3}
