@@ -5,6 +5,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.serving import openapi
@@ -30,7 +32,7 @@ from rwkv.serving.endpoints import (
     tokenizer,
 )
 from rwkv.serving.http.errors import ApiError, json_response, user_error
-from rwkv.serving.http.origins import check_origin
+from rwkv.serving.http.origins import check_origin, check_preflight
 from rwkv.serving.log import say_refused
 from rwkv.serving.openapi import Endpoint, Handler
 from rwkv.serving.service import Service
@@ -47,11 +49,11 @@ def application(service: Service) -> ASGIApp:
     cors = [Middleware(CORSMiddleware, allow_origins=service.config.cors, allow_methods=["GET", "POST", "DELETE"],
                        allow_headers=["*"], allow_private_network=True,
                        expose_headers=["x-request-id"])] if service.config.cors else []
-    return _with_log(Starlette(routes=routes, middleware=cors,
-                               exception_handlers={HTTPException: _http_error, Exception: _internal_error}))
+    app = Starlette(routes=routes, middleware=cors, exception_handlers={HTTPException: _http_error, Exception: _internal_error})
+    return _with_log(app, service.config)
 
 
-def _with_log(app: ASGIApp) -> ASGIApp:
+def _with_log(app: ASGIApp, config: ServeConfig) -> ASGIApp:
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         """Logs refused requests and failed streams, and ignores double and trailing slashes, as in some clients' base URLs."""
         request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"               # raw_path keeps a newline as %0A
@@ -65,6 +67,13 @@ def _with_log(app: ASGIApp) -> ASGIApp:
                 say_refused(error.status, request, state["request_id"], str(error))
             await send(message)
 
+        if scope["method"] == "OPTIONS":
+            try:
+                check_preflight(config, Headers(scope=scope))
+            except ApiError as error:
+                state["refusal"] = str(error)
+                await error.response()(scope, receive, log_refusal)
+                return
         await app({**scope, "path": re.sub("/+", "/", scope["path"]).rstrip("/") or "/"}, receive, log_refusal)
 
     return logged

@@ -379,6 +379,10 @@ def test_a_key_is_asked_for_and_cors_names_pages(start: Callable[..., Running], 
         preflight = page | {"access-control-request-method": "POST",
                             "access-control-request-headers": "authorization,content-type,x-stainless-lang"}
         assert api.options("/v1/chat/completions", headers=preflight).status_code == 200
+        foreign = api.options("/v1/chat/completions", headers=preflight | {"origin": "http://x.example"})
+        assert (foreign.status_code, foreign.json()["error"]["code"]) == (403, "wrong_origin")
+        line = next(line for line in server.log.splitlines() if foreign.headers["x-request-id"] in line)
+        assert "'http://x.example'" in line, "a browser hides the reason, so the log must have it"
         # Chrome asks whether a public page may use a server in the user's own network
         private = api.options("/v1/models", headers=preflight | {"access-control-request-private-network": "true"})
         assert (private.status_code, private.headers["access-control-allow-private-network"]) == (200, "true")

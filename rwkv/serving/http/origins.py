@@ -28,8 +28,22 @@ def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
         raise ApiError(403, f"the Host header must name this machine; got {host[:100]!r}. To allow other hosts, set host=, "
                             "api_key= or cors= of serve.py", code="wrong_host")
     if origin is not None and _host(origin) not in (host, *allowed):
-        raise ApiError(403, f"web pages from {origin[:100]!r} may not use this server. To allow this site, add its address to "
-                            "cors= of serve.py", code="wrong_origin")
+        raise _wrong_origin(origin)
+
+
+def check_preflight(config: ServeConfig, headers: Mapping[str, str]) -> None:
+    """Raises ApiError if a browser asks whether a page of another site may send a request, unless cors= names the site.
+
+    Browsers show their users only that the page was refused, so the log must have the reason.
+    """
+    origin = headers.get("origin")
+    if origin is not None and _host(origin) != headers.get("host") and not {origin, "*"} & {*config.cors}:
+        raise _wrong_origin(origin)
+
+
+def _wrong_origin(origin: str) -> ApiError:
+    return ApiError(403, f"web pages from {origin[:100]!r} may not use this server. To allow this site, add its address to "
+                         "cors= of serve.py", code="wrong_origin")
 
 
 def _host(origin: str) -> str:
