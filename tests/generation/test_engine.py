@@ -479,6 +479,25 @@ def test_an_abandoned_iteration_can_be_continued() -> None:
     assert [row.sample for row in rows] == generate_batch(MODELS["conv1d"], BYTES, ["ab", "c"], 12, seeds=[0, 1], **options)
 
 
+@pytest.mark.parametrize("kernel", ["conv1d", "rwkv7"])
+@pytest.mark.parametrize("steps", [3, None], ids=["while others run", "after all have ended"])
+def test_rows_can_be_added_all_at_once_to_an_engine_that_has_rows(kernel: str, steps: int | None) -> None:
+    model, engine = MODELS[kernel], Engine(MODELS[kernel], BYTES)
+
+    def add(prompts: list[str]) -> list[Row]:
+        return engine.add_all([Request(prompt, 0, StoppingCriteria(8 if prompt == "ab" else 2)) for prompt in prompts])
+
+    rows = add(["ab", "c"])
+    for _ in range(100 if steps is None else steps):
+        engine.step()
+    rows += add(["ab", "d"])
+    engine.run()
+    alone = Engine(model, BYTES)
+    expected = _run_to_end(alone, alone.add(Request("ab", 0, StoppingCriteria(8))))
+    assert [row.sample for row in rows if row.sample.prompt == "ab"] == [expected] * 2
+    assert all(row.complete for row in rows)
+
+
 def test_pieces_come_before_the_text_is_finished() -> None:
     pieces = generate(always_predict(model_for(TOKENIZERS["char"]), 5), TOKENIZERS["char"], max_new_tokens=10 ** 9)
     assert next(pieces) == next(pieces) != ""
