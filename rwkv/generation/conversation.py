@@ -108,9 +108,13 @@ class Chat:
         del self.messages[turns[-1]:]
 
     def reset(self, system: str | None = None) -> None:
-        """Starts a new conversation with a system message. None keeps the present system message, and "" removes it."""
+        """Starts a new conversation with a system message. None keeps the present system message, and "" removes it.
+
+        Half a surrogate pair, as a terminal gives for a byte that is not UTF-8, becomes U+FFFD.
+        """
         before = [message for message in self.messages if message["role"] == "system"][:1]
-        self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
+        new: list[Message] = [{"role": "system", "content": without_surrogates(system)}] if system else []
+        self.messages = before if system is None else new
 
     def load(self, messages: object) -> None:
         """Replaces the messages of the conversation; the list may be empty. Raises UserError if the messages are malformed.

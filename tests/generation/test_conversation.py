@@ -325,6 +325,8 @@ def test_half_a_character_in_a_saved_conversation_is_replaced(tmp_path: Path) ->
     terminal = Terminal(new_chat())
     assert terminal.turn(f"/load {tmp_path / 'talk.json'}")
     assert terminal.chat.messages == [{"role": "user", "content": "a\ufffd"}]
+    assert terminal.turn("/system b\udcff")              # a byte that is not UTF-8, as it is typed
+    assert terminal.chat.messages == [{"role": "system", "content": "b\ufffd"}]
     assert terminal.turn(f"/save {tmp_path / 'again.json'}")
     assert terminal.turn("Hi")
 

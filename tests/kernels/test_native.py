@@ -306,7 +306,7 @@ def test_a_size_that_is_not_exported_is_reported_in_one_sentence() -> None:
 @in_c
 @torch.no_grad()
 def test_a_field_that_only_c_has_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A struct of arguments, and a struct inside a model's struct, are compiled with an additional field, without products."""
+    """An argument struct, and a struct inside a model's struct, are compiled with an additional field, without products."""
     model = small_model("reference", generation="rwkv7")
     level = str(native.level())
     for source in build.sources():
