@@ -516,6 +516,16 @@ def test_a_mistake_is_reported_in_one_sentence(run: Run, options: tuple[str, ...
     one_sentence(run("serve", "checkpoint=nothing.pth", *options), words)
 
 
+def test_origins_are_as_browsers_write_them() -> None:
+    """The scheme and host of a web page are in lower case. Safari writes an extension's id in capitals."""
+    origins = ["null", "http://[::1]:3000", "app://obsidian.md", "chrome-extension://abcdefgh",
+               "safari-web-extension://8D5E1B2C-0A1B-4C3D-9E8F-001122334455"]
+    assert ServeConfig(cors=origins).cors == origins
+    for wrong in ("https://Page.example", "HTTPS://page.example", "Safari-web-extension://A", "app://obsidian.md/"):
+        with pytest.raises(UserError, match="cors"):
+            ServeConfig(cors=[wrong])
+
+
 @pytest.mark.parametrize("content", [None, b"", b"\n \n", b"null\n", b"\xff\xfea\0"])
 def test_a_file_without_keys_does_not_open_the_server(run: Run, tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
