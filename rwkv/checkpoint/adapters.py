@@ -237,7 +237,7 @@ def _by_module(path: Path, tensors: Mapping[str, Stored]) -> tuple[dict[str, dic
         if not tensor.count:
             raise CheckpointError(f"{path}: the adapter for {match[1]} {PARTITIONED}")
         part = {"0": "lora_A", "1": "lora_B"}.get(match[2], match[2])
-        modules.setdefault(match[1], {})[part] = tensor.transposed() if match[2] == "0" else tensor
+        modules.setdefault(match[1], {})[part] = tensor.transpose() if match[2] == "0" else tensor
     return modules, others
 
 

@@ -8,7 +8,8 @@ from rwkv.config.sampling import Sampling, preset_option, with_sampling
 from rwkv.config.schema import PATH, check_options, option
 from rwkv.errors import UserError
 
-ORIGIN = re.compile(r"\*|null|https?://[^/?#*\sA-Z]+|(?!https?:)[a-z][a-z0-9+.-]*://[^/?#*\s]+")       # as browsers write an origin
+# As browsers write an origin
+ORIGIN = re.compile(r"\*|null|https?://[^/?#*\sA-Z]+|(?!https?:)[a-z][a-z0-9+.-]*://[^/?#*\s]+")
 NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # the comma before the next NAME=, because paths may contain commas
 
 

@@ -47,7 +47,7 @@ class Responses:
         self._folder = Path(config.states_dir) if config.states_dir and self.has_room else None
         self._stored: dict[str, bytes] = {}
         self._lru = FairLRU[str]()
-        self._items: dict[str, str] = {}         # for each item's id, the id of the last response that has the item
+        self._items: dict[tuple[str, str], str] = {}         # (owner, item id) -> id of the last response that has the item
         self._on_disk: set[str] = set()  # ids of responses that have a file
         self._ignored: set[str] = set()  # names of files that are not responses, or that this server has deleted
         if self._folder:
@@ -103,12 +103,12 @@ class Responses:
 
         `where` is the place in the request that names the item.
         """
-        content = self._stored.get(self._items.get(item_id, ""))
+        content = self._stored.get(self._items.get((owner, item_id), ""))
         stored = msgspec.json.decode(content, type=StoredResponse) if content else None
-        if stored is None or stored.owner != owner:
+        if stored is None:
             raise ApiError(404, f"{where}: the item {item_id[:100]!r} is unknown: its response was never stored, was deleted "
                                 "or evicted, or belongs to another API key. Send the item itself", where, "item_not_found")
-        return next(item for item in _items(stored) if item.get("id") == item_id)
+        return _items(stored)[item_id]
 
     async def put(self, stored: StoredResponse) -> bool:
         """Stores a response. Returns False if it exceeds the memory on its own, and then drops only its state."""
@@ -146,7 +146,7 @@ class Responses:
     def _remember(self, stored: StoredResponse, content: bytes) -> None:
         response_id = stored.response["id"]
         self._stored[response_id] = content
-        self._items.update((item["id"], response_id) for item in _items(stored) if "id" in item)
+        self._items.update(((stored.owner, item_id), response_id) for item_id in _items(stored))
         self._lru.add(response_id, stored.owner, len(content))
         while self._lru.total > self._limit:
             self.drop(self._lru.victim(self._limit))
@@ -154,14 +154,15 @@ class Responses:
     def _forget(self, response_id: str) -> StoredResponse:
         stored = msgspec.json.decode(self._stored.pop(response_id), type=StoredResponse)
         self._lru.remove(response_id)
-        for item in _items(stored):
-            if self._items.get(item.get("id", "")) == response_id:
-                del self._items[item["id"]]
+        for item_id in _items(stored):
+            if self._items.get((stored.owner, item_id)) == response_id:
+                del self._items[stored.owner, item_id]
         return stored
 
 
-def _items(stored: StoredResponse) -> list[JsonObject]:
-    return [*stored.input, *stored.response["output"]]
+def _items(stored: StoredResponse) -> dict[str, JsonObject]:
+    """Returns the response's items by their ids. Clients choose the ids of input items, which need not be strings."""
+    return {item["id"]: item for item in (*stored.input, *stored.response["output"]) if isinstance(item.get("id"), str)}
 
 
 def _read(content: bytes, response_id: str) -> StoredResponse:
