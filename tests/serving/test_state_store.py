@@ -367,6 +367,14 @@ def test_states_in_a_folder_survive_a_restart_and_belong_to_their_key(start: Cal
         for path in (f"/states/{state}", f"/responses/{response['id']}"):
             assert api.get(path, headers=key("two")).status_code == api.delete(path, headers=key("two")).status_code == 404
         assert ok(api.get(f"/responses/{response['id']}")) == response
+        item = response["output"][0]
+        reference = {"input": [{"type": "item_reference", "id": item["id"]}], "max_output_tokens": 1}
+        assert api.post("/responses", json=reference, headers=key("two")).status_code == 404
+        same_id = {"input": [{**item, "content": "other"}], "max_output_tokens": 1}      # clients choose the ids of their items
+        assert api.post("/responses", json=same_id, headers=key("two")).status_code == 200
+        read, expected = (ok(api.post("/responses", json=body))["usage"]["input_tokens"]
+                          for body in (reference, {**reference, "input": [item]}))
+        assert read == expected
         again = ok(api.post("/responses", json={"input": "a", "previous_response_id": response["id"], "max_output_tokens": 5}))
         assert again["usage"]["input_tokens_details"]["cached_tokens"] >= response["usage"]["total_tokens"]
         body = {"input": "long", "max_output_tokens": 1, "metadata": {"a": "b" * 300_000}}
