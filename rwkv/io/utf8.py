@@ -109,10 +109,10 @@ def open_file(path: Path, option: str = "data.path") -> BufferedReader:
 
 
 def require_file(path: Path, option: str = "data.path") -> None:
-    """Raises UserError if the path is not a file that can be opened repeatedly."""
+    """Raises UserError if the path is not a file that can be opened repeatedly, or is a Git LFS pointer."""
     if path.exists() and not path.is_file():
         raise UserError(f"{option}={path} must be a file, not a folder or a pipe, because the program reads it twice")
-    open_file(path, option).close()
+    require_no_pointer(path, option)
 
 
 class WrongCharacter(UserError):

@@ -258,6 +258,7 @@ WRONG_TEXTS = {
 }
 WRONG_LINES = {
     "no texts": (b"\n\n", r"x\.jsonl"),
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", r"x\.jsonl is a Git LFS pointer"),
     "not JSON": (GOOD * 2 + b"{text: a}\n", r"line 3 .*x\.jsonl"),
     "no text": (GOOD + b'\n{"txt": "a b"}', r"line 3 .*x\.jsonl"),
     "a list": (b'["a b"]', "line 1 "),

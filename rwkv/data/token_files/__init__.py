@@ -28,7 +28,7 @@ from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write, write_json
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import count_of
-from rwkv.io.utf8 import open_file
+from rwkv.io.utf8 import open_file, require_no_pointer
 from rwkv.tokenizer.lost_bytes import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -90,8 +90,11 @@ class Places(NamedTuple):
 
 
 def open_files(config: DataConfig) -> list[TokenFile]:
-    """Finds the files that data.name and data.path name. Raises UserError if a file is missing."""
+    """Finds the files that data.name and data.path name. Raises UserError if a file is missing or is a Git LFS pointer."""
     files: list[TokenFile] = importlib.import_module(f"{__name__}.{config.name}").files(config.path)
+    for file in files:
+        require_no_pointer(file.ids)
+        require_no_pointer(file.index_file)
     return files
 
 

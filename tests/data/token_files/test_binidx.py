@@ -129,6 +129,7 @@ WRONG = {
     "floats": (change(".idx", lambda data: data[:17] + b"\6" + data[18:]), ("data.idx", "type 6")),
     "cut idx": (change(".idx", lambda data: data[:-8]), ("data.idx",)),
     "long idx": (change(".idx", lambda data: data + b"\0" * 3), ("data.idx",)),
+    "pointer": (change(".bin", lambda data: b"version https://git-lfs.github.com/spec/v1\n"), ("data.bin", "git lfs pull")),
     "cut bin": (change(".bin", lambda data: data[:-2]), ("data.bin",)),
     "places": (change(".idx", lambda data: data[:200] + b"\7" * 8 + data[208:]), ("data.idx", "sequences")),
     "documents": (change(".idx", lambda data: data[:-8] + b"\7" * 8), ("data.idx", "documents")),
