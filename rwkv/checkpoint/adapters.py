@@ -337,6 +337,9 @@ def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapp
             shape = weights[name].shape
             _require_shape(path, module, change, shape[::-1] if name != official_name else shape)
             return name, partial(_change_layout, change, name != official_name, factor)
+        if name in weights:
+            raise CheckpointError(f"{path} contains {module}, which is neither a linear layer nor an embedding: only these can "
+                                  "be adapted or replaced")
     raise CheckpointError(f"{path} has an adapter for {module}, but the model has no such layer: the adapter belongs to a "
                           "different model")
 

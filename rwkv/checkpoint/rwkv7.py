@@ -3,7 +3,7 @@
 Official names and shapes are those of rwkv/model/rwkv7, as in the .pth files of RWKV-LM. The other formats have:
 
     huggingface    fla's names; w1 .. g2 transposed, as weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C];
-                   in older directories, x_r .. x_g joined as x_x
+                   in older directories, x_r .. x_g joined as x_x; in MLX's, k_k, k_a and ln_x are [heads,N]
     official       a Hugging Face directory of transformers' branch: official names and shapes; all names but head.weight begin
                    with rwkv7.
     transformers-rwkv      a Hugging Face directory of transformers-rwkv: names as in transformers' linear attention; all
@@ -28,7 +28,7 @@ by c, and r_k, which multiplies only the receptance, by 1/c.
 
 Sources: RWKV-LM, RWKV-v7/train_temp; flash-linear-attention, utils/convert_from_rwkv7.py and fla/models/rwkv7; rwkv.cpp,
 python/convert_pytorch_to_ggml.py and rwkv_model_loading.inc; rwkv-rs/transformers-rwkv, temp/rwkv_pth2st.py; llama.cpp,
-conversion/rwkv.py, src/models/rwkv7.cpp and src/llama-quant.cpp.
+conversion/rwkv.py, src/models/rwkv7.cpp and src/llama-quant.cpp; mlx-lm, mlx_lm/models/rwkv7.py (sanitize).
 """
 
 import math
@@ -59,7 +59,7 @@ JOINED = f"x_{model.MIXES}"
 TRANSPOSED = "_transposed"               # reading adds this to the name of a low-rank matrix that is stored transposed
 LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
 VECTOR = rf".*\.(x_[{model.MIXES}]|w0|a0|v0|k_k|k_a|s0)"
-BY_HEAD = (".att.k_k", ".att.k_a", ".att.ln_x.weight", ".att.ln_x.bias")        # MLX stores these vectors as [heads,N]
+BY_HEAD = (".att.k_k", ".att.k_a", ".att.ln_x.weight", ".att.ln_x.bias")        # [heads,N] in MLX's directories
 
 HUGGING_FACE_TYPE = "rwkv7"              # model_type in config.json
 HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # rwkv7-hf writes these, with fla's tensors

@@ -361,7 +361,8 @@ def test_what_is_not_merged_is_refused_by_name(folder: Path, tmp_path: Path, des
 @pytest.mark.parametrize(("name", "shape", "word"), [
     ("blocks.9.att.key.lora_A", (R, C), "blocks.9.att.key"), ("blocks.0.att.key.lora_A", (R, C + 1), "different model"),
     ("blocks.0.att.key.lora_A", (R + 1, C), "do not match"), ("blocks.0.att.gate.lora_A", (R, C), "blocks.0.att.gate"),
-    ("blocks.0.att.key.original_module", (C, C), "original_module"), ("emb", (9, C), "does not fit")])
+    ("blocks.0.att.key.original_module", (C, C), "original_module"), ("emb", (9, C), "does not fit"),
+    ("blocks.0.ln1", (C,), "neither a linear layer")])
 def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path, name: str, shape: tuple[int, ...],
                                                 word: str) -> None:
     trained = {f"base_model.model.{name}.weight": random(*shape)}
