@@ -170,10 +170,15 @@ class DataModule(LightningDataModule):
                            for each in (state_dict.get("shares", {}), shares))
             raise UserError(f"a resumed run must have the same data.sources as before ({before}); got {now}. Pass the same "
                             "names and weights, or begin a new run with init_from=")
-        if state_dict["sha256"] != self.corpus.sha256:
-            raise UserError(f"the data have changed since the run began: the SHA-256 was {state_dict['sha256'][:12]} and is "
-                            f"now {self.corpus.sha256[:12]}. To resume, restore the data, or pass the path of the original "
-                            "data as data.path= or data.sources=. To train on other data, begin a new run with init_from=")
+        require_same_data(state_dict["sha256"], self.corpus)
+
+
+def require_same_data(before: str, corpus: Corpus) -> None:
+    """Raises UserError if a resumed run began with data of another SHA-256 than `corpus`."""
+    if before != corpus.sha256:
+        raise UserError(f"the data have changed since the run began: the SHA-256 was {before[:12]} and is now "
+                        f"{corpus.sha256[:12]}. To resume, restore the data, or pass the path of the original data as "
+                        "data.path= or data.sources=. To train on other data, begin a new run with init_from=")
 
 
 def validation_rows(split: Tokenised, ctx_len: int, tbptt: int) -> WholeConversations | ConversationRows:

@@ -18,7 +18,7 @@ from rwkv import cli, distributed
 from rwkv.checkpoint.files import describe, fingerprint_of
 from rwkv.checkpoint.location import FOLDER
 from rwkv.config import TrainConfig
-from rwkv.data.loaders import DataModule, require_workers, validation_rows, worker_error
+from rwkv.data.loaders import DataModule, require_same_data, require_workers, validation_rows, worker_error
 from rwkv.data.prepare import Corpus
 from rwkv.data.validation import limit_validation
 from rwkv.distributed import log
@@ -139,6 +139,9 @@ def prepare(run: Run) -> Prepared:
     distributed.broadcast_from_rank0(lambda: require(config.logger, config.only_plans or config.data.preview))
     require_workers(config.data.num_workers)
     data = data_for(run, device)
+    before = run.data_sha256
+    if before is not None and not data.parts:            # the error about a mix compares its sources
+        distributed.broadcast_from_rank0(lambda: require_same_data(before, data))
     if config.data.preview:
         show_conversations(data)
     config, notes = resolve(config, Stage.DATA, Context(data=data, resumed=run.resume_from is not None))

@@ -47,6 +47,7 @@ class Run:
     Args:
         resume_from: the checkpoint that the run resumes from, or None for a new run.
         resume_step: the step of that checkpoint.
+        data_sha256: the hash of the data with which the run began, if that checkpoint states it.
         init_checkpoint: the source of the weights with init_from=.
         tokenizer: the tokenizer for the data with init_from=.
         notes: lines of the plan on the values that the program chose (rwkv/training/run/resolve.py).
@@ -58,6 +59,7 @@ class Run:
     config: TrainConfig
     resume_from: Path | None = None
     resume_step: int | None = None
+    data_sha256: str | None = None
     init_checkpoint: "Checkpoint | None" = None
     tokenizer: Tokenizer | None = None
     notes: tuple[Note, ...] = ()

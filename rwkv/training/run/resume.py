@@ -99,7 +99,7 @@ def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
         raise UserError(f"resume= requires a checkpoint in a run's directory, but {checkpoint.path} is not in such a "
                         "directory. To start a new run with the checkpoint's weights, use init_from=")
     merged = _merge(request, out_dir, saved)
-    resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step)
+    resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step, checkpoint.data_sha256)
     if merged.trainer.epochs is None:
         require_unfinished(resumed)
     _require_sound_records(resumed)
