@@ -22,8 +22,8 @@ def memory_message(error: BaseException) -> str | None:
     """Returns a one-line message if the machine or its GPU has run out of memory, otherwise None. Does not import torch."""
     text = str(error)
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
-        size = re.search(r"allocate (\d+) bytes", text)
-        return f"out of memory: cannot allocate {int(size[1]):,} bytes" if size else "out of memory"
+        size = re.search(r"allocate (\d+ bytes|[\d.]+ \w+)", text)          # torch's message, and NumPy's
+        return f"out of memory: cannot allocate {size[1]}" if size else "out of memory"
     if type(error).__name__ != "OutOfMemoryError" and "CUDA error: out of memory" not in text:
         return None
     details = "; ".join(text.split(". ")[1:3]) if "Tried to allocate" in text else ""

@@ -4,6 +4,7 @@ The group `kernel` has a choice for each implementation of each model generation
 `experiment` and `debug` set options of all groups.
 """
 
+from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -50,7 +51,9 @@ def check_choice(group: str, choice: str) -> None:
     if choice not in choices(group) and not (choice == "null" and group in OPTIONAL):
         close = get_close_matches(choice, choices(group), n=1)
         hint = f"did you mean {close[0]}? " if close else ""
-        own = choice if choice and Path(choice).exists() else f"{choice or 'mine'}.yaml"
+        own = f"{choice or 'mine'}.yaml"
+        with suppress(OSError):          # the choice may be too long for a path, or in a folder that is not readable
+            own = choice if choice and Path(choice).exists() else own
         paths = f"; to use your own file, give a path such as ./{own}" if group == EXPERIMENT else ""
         raise UserError(f"unknown {group} {choice!r}; {hint}the choices are: {', '.join(choices(group))}{paths}")
 

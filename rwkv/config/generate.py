@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rwkv.config.common import DraftedConfig, layout_option
+from rwkv.config.common import LARGEST_SEED, DraftedConfig, layout_option
 from rwkv.config.sampling import Sampling, preset_option, with_sampling
 from rwkv.config.schema import PATH, TEXT, check_options, option
 
@@ -18,7 +18,8 @@ class GenerateConfig(DraftedConfig):
                                "tuned state (timemix's or another trainer's)", verbatim=PATH)
     state_layout: str | None = layout_option("state=")
     num_samples: int = option(1, "samples per prompt", least=1)
-    seed: int = option(0, "random seed of a prompt's first sample; the next sample has seed + 1", least=0)
+    seed: int = option(0, "random seed of a prompt's first sample; the next sample has seed + 1", least=0,
+                       most=LARGEST_SEED)
     batch_size: int = option(16, "batch size, which does not change the samples", least=1)
     max_new_tokens: int = option(200, "maximum tokens per sample", least=0)
     stop: list[str] = option(list, "stop string, not shown; repeatable")

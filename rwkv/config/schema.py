@@ -88,7 +88,7 @@ def check_options(config: "DataclassInstance", group: str = "") -> None:
                 setattr(config, item.name, value)
             require_one_of(group + item.name, value, limits["one_of"])
         if limits["least"] is not None:
-            most = min(limits["most"], LARGEST) if isinstance(value, int) else limits["most"]
+            most = LARGEST if isinstance(value, int) and limits["most"] == math.inf else limits["most"]
             require_at_least(group + item.name, value, limits["least"], most)
         if limits["above"] is not None:
             require_between(group + item.name, value, limits["above"], limits["below"])

@@ -178,6 +178,8 @@ class Engine:
     def add_all(self, requests: Sequence[Request]) -> list[Row]:
         """Adds a row for each request and runs their prefills. Raises ValueError as add() does, before any prefill."""
         rows = [self.add(request) for request in requests]
+        if not self._weights.is_unchanged():
+            self._reload_weights()
         self._drop_finished()
         self._step_decoder()             # earlier rows must read their last tokens before the new rows join them
         while self._prefills:

@@ -7,7 +7,7 @@ from typing import TextIO
 
 COLUMN = 11                              # the column at which the text begins
 NARROWEST = 40                           # lines are not wrapped in terminals narrower than this
-LONE_RETURN = re.compile(r"\r(?!\n)")    # what follows it on a terminal overwrites the line
+LONE_RETURN = re.compile(r"\r(?!\n|\Z)")         # the text after it overwrites the line; a \n may follow in the next piece
 CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"} | {0x7F: "\u2421"} \
     | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # a terminal shows these instead
 

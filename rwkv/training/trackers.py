@@ -5,6 +5,7 @@ the tracker's run, except in a copy of a run's directory.
 """
 
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -68,13 +69,18 @@ class MLflow(MLFlowLogger):
     def log_hyperparams(self, params: JsonObject | Namespace, *more: object, **named: object) -> None:
         """Logs the options of a new run. The options of a resumed run are not logged, because MLflow rejects changes."""
         # MLflow tries for minutes to reach a server that is down
-        print(labelled_line("logger", f"MLflow at {self._tracking_uri}", sys.stderr), file=sys.stderr, flush=True)
+        address = without_password(self._tracking_uri)
+        print(labelled_line("logger", f"MLflow at {address}", sys.stderr), file=sys.stderr, flush=True)
         if self._continues is not None:
             self.experiment.set_terminated(self.run_id, "RUNNING")
             return
         super().log_hyperparams(params)
         record = {"id": self.run_id, "out_dir": str(self._record.parent.resolve())}
         write_file(self._record, lambda file: file.write(json.dumps(record).encode()))
+
+
+def without_password(uri: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", uri)
 
 
 class Trackio(Logger):

@@ -29,6 +29,7 @@ FULL_GPU = ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total 
     ("kernel=nonsense", "'nonsense'; the choices are: auto, c_v0, conv1d, "),
     ("kernel=conv1d,nonsense", "'nonsense'; the choices are: auto, c_v0, conv1d, "),
     ("kernel=fft", "fft"),
+    (f"model={'x' * 300}", "; the choices are: "),
     ("model=huge", "'huge'; the choices are: 169m, 1b5, 3b, 430m, 7b, rwkv7_"),
     ("model.generation=rwkv5", "rwkv4, rwkv7; got 'rwkv5'"),
     ("model.head_size=32", "model.head_size is an option of rwkv7"),

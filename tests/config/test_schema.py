@@ -58,6 +58,7 @@ def test_an_error_names_the_option_with_its_group() -> None:
         DataConfig(batch_size=0)
     with pytest.raises(UserError, match=r"^data\.shuffle_buffer must be at most 1"):
         DataConfig(shuffle_buffer=10**20)
+    assert GenerateConfig(checkpoint="model.pth", seed=2**62).seed == 2**62      # a limit of its own
 
 
 @pytest.mark.parametrize(("config", "key"), [

@@ -42,7 +42,8 @@ def test_control_characters_of_a_model_s_text_do_not_reach_a_terminal() -> None:
     here, there = os.openpty()
     with os.fdopen(there, "w") as stream:
         assert escape_controls("a\x1b[2J\tb\x9b1m\x7f\nc", stream) == "a\u241b[2J\tb\ufffd1m\u2421\nc"
-        assert escape_controls("a\r\nb\rc\r", stream) == "a\r\nb\u240dc\u240d", "text after a lone return overwrites the line"
+        assert escape_controls("a\r\nb\rc", stream) == "a\r\nb\u240dc", "text after a lone return overwrites the line"
+        assert escape_controls("a\r", stream) == "a\r", "the next piece of the text may begin with a newline"
     os.close(here)
     assert escape_controls("a\x1b[2J", StringIO()) == "a\x1b[2J"
 

@@ -108,8 +108,10 @@ def test_a_reference_stands_for_a_stored_item(client: "openai.OpenAI", api: http
     assert (second.output_text, second.usage.input_tokens) == (whole.output_text, whole.usage.input_tokens)
     client.responses.delete(whole.id)
     client.responses.delete(second.id)
+    body = {"input": [question, {"type": "item_reference", "id": first.output[0].id}], "max_output_tokens": 1, "store": False}
+    assert api.post("/responses", json=body).status_code == 200, "the first response still has the item"
     client.responses.delete(first.id)
-    answer = api.post("/responses", json={"input": [question, {"type": "item_reference", "id": first.output[0].id}]})
+    answer = api.post("/responses", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "input[1]")
 
 

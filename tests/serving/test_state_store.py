@@ -375,6 +375,8 @@ def test_states_in_a_folder_survive_a_restart_and_belong_to_their_key(start: Cal
         read, expected = (ok(api.post("/responses", json=body))["usage"]["input_tokens"]
                           for body in (reference, {**reference, "input": [item]}))
         assert read == expected
+        many = api.post("/responses", json={**reference, "input": 10_000 * reference["input"]})
+        assert (many.status_code, "exceed 1 MiB" in many.text) == (400, True)
         again = ok(api.post("/responses", json={"input": "a", "previous_response_id": response["id"], "max_output_tokens": 5}))
         assert again["usage"]["input_tokens_details"]["cached_tokens"] >= response["usage"]["total_tokens"]
         body = {"input": "long", "max_output_tokens": 1, "metadata": {"a": "b" * 300_000}}

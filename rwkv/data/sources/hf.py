@@ -56,7 +56,8 @@ def describe(config: DataConfig) -> str:
 
 def _require_configurations(config: DataConfig) -> None:
     path = str(config.path)
-    if config.config is not None and (Path(path).is_file() or glob.has_magic(path) or _is_saved(path)):
+    is_files = Path(path).is_file() or glob.has_magic(path) or (Path(path).suffix in FORMATS and not Path(path).is_dir())
+    if config.config is not None and (is_files or _is_saved(path)):
         raise UserError(f"data.config={config.config} requires a data set with configurations, which is a name on the Hugging "
                         f"Face Hub or a folder with a README.md that lists them; got data.path={path}")
 
@@ -71,7 +72,7 @@ def _load_rows(config: DataConfig) -> Any:
         rows = datasets.load_dataset(name, split=split, **options)
         # The library notices a changed file only by its timestamp, which cp -p, rsync and archives preserve
         size = sum(file.stat().st_size for _, file in local_files(path))
-        if "data_files" in options and rows.info.download_size not in (None, size):
+        if size and "data_files" in options and rows.info.download_size not in (None, size):
             rows = datasets.load_dataset(name, split=split, download_mode="force_redownload", **options)
         return rows
 
@@ -111,11 +112,14 @@ def _import_datasets(path: str) -> Iterator[ModuleType]:
 
 
 def _remedy(path: str, problem: str, error: Exception, datasets: ModuleType) -> str:
-    if "split" in problem:
+    if re.search("(Unknown|Bad) split", problem):
         return ". Choose a split with data.split=NAME"
     if problem == "Config name is missing":              # the error's second line lists the names
-        return f". {str(error).splitlines()[1]}: choose one with data.config=NAME"
-    if Path(path).is_dir() and len(names := datasets.get_dataset_config_names(path)) > 1:
+        return f". {' '.join(str(error).splitlines()[1:2])}: choose one with data.config=NAME"
+    names: list[str] = []
+    with suppress(Exception):            # a folder that cannot be loaded may have no readable configurations
+        names = datasets.get_dataset_config_names(path) if Path(path).is_dir() else []
+    if len(names) > 1:
         return f". Choose one of the configurations {', '.join(names)} with data.config=NAME"
     if re.search("reach|exist|find", problem) and not Path(path).exists() and not glob.has_magic(path):
         return f". On this machine there is no file or folder {path}"

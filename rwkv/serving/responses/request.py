@@ -56,7 +56,8 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
     require_off({name: getattr(body, name) for name in CONTINUATION}, NEUTRAL, "option")
     if body.previous_response_id is not None and body.state is not None:
         raise ApiError(400, "state conflicts with previous_response_id: send only one of the two", "state")
-    items = input_items(_resolve_references(body.input, owner, responses))
+    # Vercel's AI SDK sends references in place of its earlier answers
+    items = input_items(responses.resolve(body.input, owner) if isinstance(body.input, list) else body.input)
     prepared = PreparedRequest(body, owner, items, [msgspec.to_builtins(tool) for tool in body.tools or ()])
     try:
         request = _chat_request(prepared, prepared.input)
@@ -77,19 +78,6 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
         field = re.split(r"[^a-z_]", str(error))[0]
         raise to_responses_error(ApiError(400, str(error), field if field in ChatRequest.__struct_fields__ else None)) from None
     return sequences, spec, prepared
-
-
-def _resolve_references(items: str | list[JsonObject] | None, owner: str,
-                        responses: Responses) -> str | list[JsonObject] | None:
-    """Returns a request's input with stored items in place of references, which Vercel's AI SDK sends for its earlier answers.
-
-    Raises ApiError for an unknown item.
-    """
-    if not isinstance(items, list):
-        return items
-    return [responses.item(item["id"], owner, f"input[{place}]")
-            if item.get("type") == "item_reference" and isinstance(item.get("id"), str) else item
-            for place, item in enumerate(items)]
 
 
 def _state_to_continue(previous: StoredResponse, prepared: PreparedRequest, model: str, states: ClientStates,

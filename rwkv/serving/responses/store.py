@@ -47,7 +47,7 @@ class Responses:
         self._folder = Path(config.states_dir) if config.states_dir and self.has_room else None
         self._stored: dict[str, bytes] = {}
         self._lru = FairLRU[str]()
-        self._items: dict[tuple[str, str], str] = {}         # (owner, item id) -> id of the last response that has the item
+        self._items: dict[tuple[str, str], list[str]] = {}   # (owner, item id) -> ids of the responses that have the item
         self._on_disk: set[str] = set()  # ids of responses that have a file
         self._ignored: set[str] = set()  # names of files that are not responses, or that this server has deleted
         if self._folder:
@@ -98,17 +98,38 @@ class Responses:
             self._lru.use(response_id)
         return stored
 
-    def item(self, item_id: str, owner: str, where: str) -> JsonObject:
-        """Returns the item with this id from the owner's stored responses. Raises ApiError if there is none.
+    def resolve(self, items: list[JsonObject], owner: str) -> list[JsonObject]:
+        """Returns a request's input with stored items of the owner in place of references.
 
-        `where` is the place in the request that names the item.
+        Raises ApiError for an unknown item, and for items that together exceed the memory for responses.
         """
-        content = self._stored.get(self._items.get((owner, item_id), ""))
-        stored = msgspec.json.decode(content, type=StoredResponse) if content else None
-        if stored is None:
+        decoded: dict[str, dict[str, JsonObject]] = {}   # items by their ids, by the id of the response
+        sizes: dict[str, int] = {}
+        resolved, total = [], 0
+        for place, item in enumerate(items):
+            item_id = item.get("id")
+            if item.get("type") == "item_reference" and isinstance(item_id, str):
+                item = self._item(item_id, owner, f"input[{place}]", decoded)
+                if item_id not in sizes:
+                    sizes[item_id] = len(msgspec.json.encode(item))
+                total += sizes[item_id]
+                if total > self._limit:
+                    raise ApiError(400, f"input[{place}]: the referenced items exceed {self._limit // MIB} MiB together",
+                                   f"input[{place}]")
+            resolved.append(item)
+        return resolved
+
+    def _item(self, item_id: str, owner: str, where: str, decoded: dict[str, dict[str, JsonObject]]) -> JsonObject:
+        response_id = self._items.get((owner, item_id), [""])[-1]
+        content = self._stored.get(response_id)
+        if content is None:
             raise ApiError(404, f"{where}: the item {item_id[:100]!r} is unknown: its response was never stored, was deleted "
                                 "or evicted, or belongs to another API key. Send the item itself", where, "item_not_found")
-        return _items(stored)[item_id]
+        with suppress(KeyError):         # as in get()
+            self._lru.use(response_id)
+        if response_id not in decoded:
+            decoded[response_id] = _items(msgspec.json.decode(content, type=StoredResponse))
+        return decoded[response_id][item_id]
 
     async def put(self, stored: StoredResponse) -> bool:
         """Stores a response. Returns False if it exceeds the memory on its own, and then drops only its state."""
@@ -145,8 +166,11 @@ class Responses:
 
     def _remember(self, stored: StoredResponse, content: bytes) -> None:
         response_id = stored.response["id"]
+        if response_id in self._stored:  # sync() may have read the file before put() got here
+            self._forget(response_id)
         self._stored[response_id] = content
-        self._items.update(((stored.owner, item_id), response_id) for item_id in _items(stored))
+        for item_id in _items(stored):
+            self._items.setdefault((stored.owner, item_id), []).append(response_id)
         self._lru.add(response_id, stored.owner, len(content))
         while self._lru.total > self._limit:
             self.drop(self._lru.victim(self._limit))
@@ -155,7 +179,9 @@ class Responses:
         stored = msgspec.json.decode(self._stored.pop(response_id), type=StoredResponse)
         self._lru.remove(response_id)
         for item_id in _items(stored):
-            if self._items.get((stored.owner, item_id)) == response_id:
+            response_ids = self._items[stored.owner, item_id]
+            response_ids.remove(response_id)
+            if not response_ids:
                 del self._items[stored.owner, item_id]
         return stored
 

@@ -30,6 +30,6 @@ def warn_of_split(data: DataConfig, sha256: str, base: Checkpoint | None) -> str
 
 def _source_key(data: JsonObject) -> tuple[object, ...]:
     path = data.get("path")
-    names = ("name", "field", "split", "separator") if data.get("name") != "chat" else ("name",)
+    names = ("name", "field", "config", "split", "separator") if data.get("name") != "chat" else ("name",)
     sources = [sorted(source.items()) for source in data.get("sources") or ()]
     return (None if path is None else str(Path(path).resolve()), str(sources), *(data.get(name) for name in names))
