@@ -318,9 +318,10 @@ class OpenCheckpoint(NamedTuple):
         if (self.device, self.dtype) != ("cpu", "bfloat16") or checkpoint.unadapted or native.why_not():
             return []
         layers = generation(checkpoint.config).non_negative(checkpoint.config)
-        by_output = [tensor.count for name, tensor in checkpoint.weights.stored.items()
-                     if name.endswith(tuple(f"{layer}.weight" for layer in layers)) and not tensor.by_input]
-        if sum(by_output) * torch.bfloat16.itemsize <= c_step.COPIED:
+        names = tuple(f"{layer}.weight" for layer in layers)
+        elements = sum(tensor.count for name, tensor in checkpoint.weights.stored.items()
+                       if name.endswith(names) and not tensor.by_input)
+        if elements * torch.bfloat16.itemsize <= c_step.COPIED:
             return []
         target = f"{checkpoint.path.stem}-by-input.safetensors"
         return [f"decoding reads all of {' and '.join(layers)}, although most of the inputs are zero in a trained model. To "

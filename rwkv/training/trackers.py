@@ -80,7 +80,8 @@ class MLflow(MLFlowLogger):
 
 
 def without_password(uri: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", uri)
+    """Returns the URI without a user name and a password, which may contain @."""
+    return re.sub(r"//[^/]*@", "//", uri)
 
 
 class Trackio(Logger):

@@ -19,6 +19,7 @@ from rwkv.errors import UserError
 from rwkv.report.run_files import read_metrics
 from rwkv.training import loggers
 from rwkv.training.run.directory import as_plain
+from rwkv.training.trackers import without_password
 
 RUN = as_plain(TrainConfig())
 CONFIG = LoggerConfig(name="wandb")
@@ -292,3 +293,9 @@ def test_rows_of_metrics_have_a_header_after_the_file_has_been_moved(tmp_path: P
     (tmp_path / "metrics.csv").unlink()
     file.log_metrics({"train/loss": 2.0}, 2)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.csv")] == ["2"]
+
+
+@pytest.mark.parametrize(("uri", "shown"), [("https://me:p@ss@host:5000/a@b", "https://host:5000/a@b"),
+                                            ("sqlite:///own.db", "sqlite:///own.db"), ("runs/a@b", "runs/a@b")])
+def test_no_password_is_in_the_address_of_a_server(uri: str, shown: str) -> None:
+    assert without_password(uri) == shown

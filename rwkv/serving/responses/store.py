@@ -120,7 +120,8 @@ class Responses:
         return resolved
 
     def _item(self, item_id: str, owner: str, where: str, decoded: dict[str, dict[str, JsonObject]]) -> JsonObject:
-        response_id = self._items.get((owner, item_id), [""])[-1]
+        response_ids = self._items.get((owner, item_id))
+        response_id = response_ids[-1] if response_ids else ""
         content = self._stored.get(response_id)
         if content is None:
             raise ApiError(404, f"{where}: the item {item_id[:100]!r} is unknown: its response was never stored, was deleted "

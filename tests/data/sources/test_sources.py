@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import hashlib
-import importlib.util
 import json
 import os
 import shlex
@@ -11,6 +10,7 @@ import shutil
 import sys
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -233,14 +233,18 @@ def test_a_fixed_share_of_documents_is_for_validation(fraction: float, count: in
 # Hugging Face
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
+@pytest.fixture
+def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Returns the library `datasets`, which caches data in the test's folder."""
+    library: ModuleType = pytest.importorskip("datasets", reason="no library `datasets`: pip install -e '.[hf]'")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    library.disable_progress_bars()
+    return library
+
+
 @pytest.mark.filterwarnings("ignore")                    # the library's own
 @pytest.mark.parametrize("form", ["folder", "dictionary", "parquet", "json"])
-def test_a_hugging_face_dataset(config: DataConfig, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    datasets.disable_progress_bars()
+def test_a_hugging_face_dataset(datasets: ModuleType, config: DataConfig, tmp_path: Path, form: str) -> None:
     rows = datasets.Dataset.from_dict({"text": WORDS, "number": list(range(len(WORDS)))})
     path = tmp_path / {"folder": "rows", "dictionary": "rows", "parquet": "rows.parquet", "json": "rows.json"}[form]
     write = {"folder": rows.save_to_disk, "dictionary": datasets.DatasetDict({"train": rows}).save_to_disk,
@@ -254,15 +258,11 @@ def test_a_hugging_face_dataset(config: DataConfig, tmp_path: Path, form: str, m
         prepare(dataclasses.replace(hf_config, field="body"), 16)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
 @pytest.mark.filterwarnings("ignore")                    # the library's own
-def test_a_part_may_be_empty_but_not_all_and_a_column_has_one_name(config: DataConfig, tmp_path: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+def test_a_part_may_be_empty_but_not_all_and_a_column_has_one_name(datasets: ModuleType, config: DataConfig,
+                                                                   tmp_path: Path) -> None:
     import pyarrow.parquet
 
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    datasets.disable_progress_bars()
     (tmp_path / "parts").mkdir()
     for number, words in enumerate(([], WORDS, [])):
         table = pyarrow.table({"text": pyarrow.array(words, pyarrow.string())})
@@ -275,14 +275,10 @@ def test_a_part_may_be_empty_but_not_all_and_a_column_has_one_name(config: DataC
         refuses(of_kind(config, "hf", tmp_path / f"t.{ending}"), "2 columns named 'text'")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
 @pytest.mark.filterwarnings("ignore")                    # the library's own
-def test_tables_are_texts_and_splits_have_parts(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+def test_tables_are_texts_and_splits_have_parts(datasets: ModuleType, config: DataConfig, tmp_path: Path) -> None:
     import pyarrow
 
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    datasets.disable_progress_bars()
     words = ["a lamp, lit", "NA", "null", "nan", "None", "12", "true", "2020-01-01"]
 
     def read(name: str, **options: object) -> list[str]:
@@ -313,15 +309,9 @@ def test_tables_are_texts_and_splits_have_parts(config: DataConfig, tmp_path: Pa
             read("saved", split=wrong)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
 @pytest.mark.filterwarnings("ignore")                    # the library's own
 @pytest.mark.parametrize("path", ["rows", "rows/*.parquet", "rows/**/*.parquet"])
-def test_folders_and_patterns_of_parquet(config: DataConfig, tmp_path: Path, path: str,
-                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    datasets.disable_progress_bars()
+def test_folders_and_patterns_of_parquet(datasets: ModuleType, config: DataConfig, tmp_path: Path, path: str) -> None:
     folder = tmp_path / "rows" if path == "rows/*.parquet" else tmp_path / "rows" / "dätä 1"
     folder.mkdir(parents=True)
     for number, part in ((1, WORDS[:20]), (2, WORDS[20:40]), (10, WORDS[40:])):          # only some have a second column
@@ -337,15 +327,10 @@ def test_folders_and_patterns_of_parquet(config: DataConfig, tmp_path: Path, pat
     refuses(of_kind(config, "hf", tmp_path / path), "part-3.parquet", "body")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
 @pytest.mark.filterwarnings("ignore")                    # the library's own
-def test_a_path_that_the_library_cannot_find_is_named(config: DataConfig, tmp_path: Path,
+def test_a_path_that_the_library_cannot_find_is_named(datasets: ModuleType, config: DataConfig, tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """The library takes a file that it cannot read for a name on the Hub, and the path of a folder for a pattern."""
-    import datasets
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    datasets.disable_progress_bars()
     folder = tmp_path / "rows [1]"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -362,15 +347,10 @@ def test_a_path_that_the_library_cannot_find_is_named(config: DataConfig, tmp_pa
     refuses(of_kind(config, "hf", Path("absent.parquet")), "there is no file or folder absent.parquet")
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
 @pytest.mark.filterwarnings("ignore")                    # the library's own
-def test_a_file_that_was_replaced_by_one_of_the_same_timestamp_is_read(config: DataConfig, tmp_path: Path,
-                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_replaced_by_one_of_the_same_timestamp_is_read(datasets: ModuleType, config: DataConfig,
+                                                                       tmp_path: Path) -> None:
     """An archive may give all versions of a file the same timestamp. The library would return the first version's rows."""
-    import datasets
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    datasets.disable_progress_bars()
     for ending in ("json", "parquet", "csv"):
         path = tmp_path / f"rows.{ending}"
         for words in (WORDS[:30], WORDS[30:]):
@@ -381,14 +361,8 @@ def test_a_file_that_was_replaced_by_one_of_the_same_timestamp_is_read(config: D
                 assert sorted(text for split in texts(of_kind(config, "hf", path)) for text in split) == sorted(words)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
 @pytest.mark.filterwarnings("ignore")                    # the library's own
-def test_a_configuration_of_a_data_set_is_chosen_by_name(config: DataConfig, tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
-    datasets.disable_progress_bars()
+def test_a_configuration_of_a_data_set_is_chosen_by_name(datasets: ModuleType, config: DataConfig, tmp_path: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
     for name, words in (("en", WORDS[:40]), ("de", WORDS[40:])):
