@@ -144,7 +144,7 @@ class Chat:
         # Penalties and drafts read the whole conversation, so an answer does not depend on which prefix was saved
         needs_earlier = self.sampling.repetition_penalty != 1 or self.draft is not None
         earlier = encode(self.tokenizer, [prompt])[0] if needs_earlier else ()
-        engine = Engine(self.model, self.tokenizer, draft=self.draft)
+        engine = Engine(self.model, self.tokenizer, draft=self.draft, checks_weights=False)
         ids, = encode(self.tokenizer, [prompt[len(prefix):]], before)
         stopping = StoppingCriteria(self.max_new_tokens, (*self.template.stop, *self.stop))
         row, = engine.add_all([Request(ids, self.seed, stopping, self.sampling, context=context, earlier=earlier)])

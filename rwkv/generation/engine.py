@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.backends.transfer import to_device
+from kernels.operator import PLAIN
 from rwkv.config import LARGEST_SEED, Sampling, require_type, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
@@ -44,7 +45,7 @@ from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import Model, State
 from rwkv.model.decoding.triton_step import SPARE_SLOTS
-from rwkv.model.weights_watch import WeightsWatch
+from rwkv.model.weights_watch import WeightsWatch, tensors_of
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import MAX_UNUSED_ROWS, Tokenizer, require_tokenizer_type
 
@@ -53,7 +54,7 @@ WARM_SAMPLINGS = (                       # one for each variant of the GPU draw 
     Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5), Sampling(top_k=2), Sampling(top_p=1),
     Sampling(top_p=1, min_p=0.1), Sampling(order="rwkv"), Sampling(order="rwkv", top_k=2),
     Sampling(order="rwkv", top_p=1, min_p=0.1))
-WATCH_INTERVAL_GPU = 64                  # checks the weights only once in 64 steps, because a check synchronises with the GPU
+CHECK_INTERVAL_GPU = 64                  # checks the weights only once in 64 steps, because a check synchronises with the GPU
 
 
 def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_tokens: int = 200, seed: int = 0,
@@ -144,10 +145,12 @@ class Engine:
     Args:
         cache: supplies the longest cached prefix of each prompt, and stores the results of prefill and of finished sequences.
         draft: proposes tokens, which changes no sequence. The draft is used only on a CPU with C kernels (see `speculates`).
+        checks_weights: if False, step() does not look for changed weights, which takes up to a sixth of a small model's step.
+            After a change, step() then uses old and new weights, until add_all(), run() or context() is called.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None,
-                 draft: Draft | None = None) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None, draft: Draft | None = None,
+                 checks_weights: bool = True) -> None:
         require_model(model)
         require_tokenizer_type(tokenizer)
         require_type("cache", cache, (PrefixCache, type(None)), "a PrefixCache or None")
@@ -173,13 +176,13 @@ class Engine:
         self._added = 0                                  # rows added so far
         self._chunks = chunks_on(model.emb.weight.device)
         self._steps = 0
-        self._watch_interval = WATCH_INTERVAL_GPU if self._logits.is_cuda else 1
+        self._check_interval = CHECK_INTERVAL_GPU if self._logits.is_cuda else 1
+        self._checks_weights = checks_weights
 
     def add_all(self, requests: Sequence[Request]) -> list[Row]:
         """Adds a row for each request and runs their prefills. Raises ValueError as add() does, before any prefill."""
         rows = [self.add(request) for request in requests]
-        if not self._weights.is_unchanged():
-            self._reload_weights()
+        self._use_present_weights()
         self._drop_finished()
         self._step_decoder()             # earlier rows must read their last tokens before the new rows join them
         while self._prefills:
@@ -232,8 +235,10 @@ class Engine:
         return bool(self._prefills) or any(row.active for row in self._rows)
 
     def run(self) -> None:
-        for _ in self:
-            pass
+        """Finishes all rows."""
+        self._use_present_weights()
+        while self.unfinished:
+            self._step()
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         while self.unfinished:
@@ -248,8 +253,11 @@ class Engine:
         if not self.unfinished:          # keeps the last rows, because context() needs them
             return []
         self._steps += 1
-        if self._steps % self._watch_interval == 0 and not self._weights.is_unchanged():
-            self._reload_weights()
+        if self._checks_weights and self._steps % self._check_interval == 0:
+            self._use_present_weights()
+        return self._step()
+
+    def _step(self) -> list[tuple[int, str]]:
         self._drop_finished()
         timed = self._speculation if self.speculates and self._drawn is not None and not self._prefills else None
         began = perf_counter()
@@ -314,8 +322,7 @@ class Engine:
     def context(self) -> PrefillResult:
         """Returns the prefill result of the only row's whole sequence. `generate(..., context=...)` can continue from it."""
         row, = self._rows
-        if not self._weights.is_unchanged():
-            self._reload_weights()
+        self._use_present_weights()
         if row.last_token_unread:
             self._step_decoder()
         return self._final_context(0)
@@ -327,16 +334,20 @@ class Engine:
 
     def _decode_from(self, state: State) -> None:
         self._weights = WeightsWatch(self._model)
+        # The decoder may have the weights' addresses, which stay valid although a parameter gets other data
+        self._storages = [tensor.untyped_storage() for tensor in tensors_of(self._model) if type(tensor) in PLAIN]
         self._decoder = decoder_of(self._model, state)
         self._short_prompt_decoder = self._decoder if isinstance(self._decoder, CDecoder | GpuDecoder) else None
         self._draw_function, self._draw_device = draw_function_on(self._model.emb.weight.device,
                                                                   isinstance(self._decoder, CDecoder))
 
-    def _reload_weights(self) -> None:
-        """Continues with the model's new weights, and restarts unfinished prefills.
+    def _use_present_weights(self) -> None:
+        """If the weights have changed, continues with the new ones, and restarts unfinished prefills.
 
-        Present rows no longer put results into the cache, because their states mix old and new weights.
+        Present rows then no longer put results into the cache, because their states mix old and new weights.
         """
+        if self._weights.is_unchanged():
+            return
         self._decode_from(self._decoder.state())
         for row in self._rows:
             row.cache = None

@@ -57,7 +57,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
         n_written = 0
         while batch := list(itertools.islice(jobs, config.batch_size)):
             started = time.perf_counter()
-            engine = Engine(model, tokenizer, draft=draft)
+            engine = Engine(model, tokenizer, draft=draft, checks_weights=False)
             rows = engine.add_all([Request(prompt, seed, stopping, sampling, config.logprobs or None, grammar=grammar,
                                            context=context) for prompt, seed in batch])
             samples = [row.sample for row in rows]

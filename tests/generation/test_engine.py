@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from models import assert_same_state, following, saying, small_model, tokens
 from tokenizer_files import KINDS, chatml
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rwkv.errors import UserError
 from rwkv.generation import prefill as prefill_module
@@ -265,6 +266,26 @@ def test_rows_join_and_leave_and_each_text_equals_the_text_alone(kernel: str, ar
         assert cancelled.sample.finish_reason is not None
         for row, (_, prompt, seed, n, options) in zip(rows, sorted(arrivals, key=lambda each: each[0]), strict=True):
             assert row.sample == generate_batch(model, BYTES, [prompt], n, seeds=[seed], **options)[0]
+
+
+@pytest.mark.parametrize("checks_weights", [True, False])
+def test_new_weights_apply_at_once_or_where_the_engine_checks_them(checks_weights: bool) -> None:
+    """The old weights remain in memory until then, because the C step has their addresses."""
+    model, greedy = small_model(vocab_size=256), Sampling(temperature=0, banned=(0,))
+    engine = Engine(model, BYTES, checks_weights=checks_weights)
+    row, = engine.add_all([Request("ab", stopping=StoppingCriteria(6), sampling=greedy)])
+    engine.step()
+    old_head = StorageWeakRef(model.head.weight.untyped_storage())
+    model.head.weight.data = -model.head.weight.detach()             # the state does not depend on the head
+    engine.step()
+    engine.step()
+    assert old_head.expired() == checks_weights
+    engine.run()
+    assert old_head.expired()
+    expected = [by_hand(model, [*b"ab", *row.sample.tokens[:n]], 1, 0, greedy)[0] for n in range(6)]
+    assert row.sample.tokens[0] != expected[0]
+    assert (row.sample.tokens[1:3] == expected[1:3]) == checks_weights
+    assert row.sample.tokens[3:] == expected[3:]
 
 
 @pytest.mark.parametrize("stop", ["cancel", "new weights"])

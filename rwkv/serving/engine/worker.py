@@ -97,7 +97,8 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         loaded = load(config)
         cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
         adapters = {"": LoadedAdapter(loaded.model, None, 0, ""), **loaded.adapters}
-        engines = {adapter.model: Engine(adapter.model, loaded.tokenizer, cache, loaded.draft) for adapter in adapters.values()}
+        engines = {adapter.model: Engine(adapter.model, loaded.tokenizer, cache, loaded.draft, checks_weights=False)
+                   for adapter in adapters.values()}
         for engine in engines.values():
             engine.warm_up(config.max_rows)
         formats = {name: StateFormat.of(adapter.model, loaded.tokenizer) for name, adapter in adapters.items()}
