@@ -25,7 +25,7 @@ from kernels.machine import hardware
 SHAPES, WAYS = ("0.1b", "0.4b", "1.5b"), ("full", "lora", "state")
 BASES = ("float32", "bfloat16", "int8", "int4")          # dtypes of frozen weights
 VOCABULARY = 65536
-OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.tokenizer=world", "data.cache_dir=cache",
+OPTIONS = ("data=chat", "data.path=conversations.jsonl", "data.tokenizer=world", "data.cache_dir=cache",
            "trainer=cpu", "trainer.precision=32-true", "trainer.max_steps=2", "trainer.log_every=1", "trainer.sample_every=0",
            "trainer.sample_tokens=0", "data.val_fraction=0.01", "trainer.keep_last=1", "logger=csv",
            "trainer.val_tokens=100")
@@ -81,7 +81,8 @@ def main() -> None:
     results = []
     folder = options.out.resolve()
     check_folder(folder)
-    write(folder / "talks.jsonl", (conversation(*pair) for pair in third_word_pairs(words(500, 1), 2000, random.Random(0))))
+    write(folder / "conversations.jsonl",
+          (conversation(*pair) for pair in third_word_pairs(words(500, 1), 2000, random.Random(0))))
     for shape in options.shapes:
         weights = folder / f"{shape}.pth"
         if not weights.exists():

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    conversations, held_out = args.folder / "talks.jsonl", args.folder / "held-out.jsonl"
+    conversations, held_out = args.folder / "conversations.jsonl", args.folder / "held-out.jsonl"
     write(conversations, 400, seed=0)
     write(held_out, 50, seed=1)
     base, tuned = args.folder / "base", args.folder / "tuned"

@@ -3,7 +3,7 @@
   python -m rwkv.tools.evaluate data.path=FILE.txt
   python -m rwkv.tools.evaluate checkpoint=FILE.pth data.path=FILE.txt
   python -m rwkv.tools.evaluate data.path=lambada_test.jsonl out=result.json
-  python -m rwkv.tools.evaluate data.path=TALKS.jsonl
+  python -m rwkv.tools.evaluate data.path=CONVERSATIONS.jsonl
 
 FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of each text's last
 word, as in LAMBADA. FILE.jsonl, conversations as for data=chat of train.py:
