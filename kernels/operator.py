@@ -127,6 +127,11 @@ class Operator:
         if torch.float64 in dtypes:
             check_dtype(*self._file, self.requires, *dtypes)
 
+    def _require_tensors(self, *values: object) -> None:
+        """Raises ValueError if one of `values`, the first inputs, is not a tensor but, for example, a list or a NumPy array."""
+        for name, value in zip(self._names, values, strict=False):
+            require_tensor(f"{type(self).__name__}: {name}", value)
+
     def _forward(self, *inputs: Any) -> Any:
         raise NotImplementedError
 
@@ -167,6 +172,11 @@ class Operator:
         incoming = dict(zip(self.differentiable, saved_and_gradients[-len(self.differentiable):], strict=True))
         return [_copy(incoming[name]) if name in incoming else saved[name].new_zeros(saved[name].shape)
                 for name in self.gradients]
+
+
+def require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor; got a {type(value).__name__}: convert it with torch.as_tensor")
 
 
 def contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:

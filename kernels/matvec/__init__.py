@@ -34,7 +34,7 @@ from kernels.matvec import _blocks, _calibrated, _packing
 from kernels.matvec._packing import GROUP, SMALLEST, Groups
 from kernels.matvec._packing import exact_copy as exact_copy
 from kernels.matvec._packing import transpose as transpose
-from kernels.operator import Operator
+from kernels.operator import Operator, require_tensor
 
 TOGETHER = 8                             # int4 groups whose words are interleaved, so that a vector contains one word of each
 LARGEST = 127                            # int4, blocks: largest integer of a rounded group of x; in int4 16 * 15 * 127 < 2^15
@@ -394,6 +394,9 @@ class MatVec(Operator):
         return [x.new_zeros(*x.shape[:-1], len(tensors[0]))]
 
     def _check(self, x: Tensor, packed: Packed) -> None:
+        self._require_tensors(x)
+        if not isinstance(packed, Packed):
+            raise ValueError(f"MatVec: W must be packed; got a {type(packed).__name__}: pack it with kernels.matvec.pack")
         if packed.format not in self.requires.formats:
             raise ValueError(f"{self.name} does not support the format {packed.format}: use another implementation")
         if x.dim() == 0 or x.shape[-1] != packed.K or not x.is_floating_point():
@@ -413,6 +416,7 @@ def groups_of(K: int) -> int:
 
 def pack(weight: Tensor, format: str) -> Packed:
     """Packs a floating-point W (N,K) in the named format. Raises ValueError for other formats or shapes, or as Int8.of does."""
+    require_tensor("W", weight)
     if format not in FORMATS or weight.dim() != 2:
         raise ValueError(f"pack requires a matrix W (N,K) and a format from {', '.join(FORMATS)}; got the shape "
                          f"{tuple(weight.shape)} and the format {format!r}")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.operator import Operator
+from kernels.operator import Operator, require_tensor
 
 Padding = int | Sequence[int]
 
@@ -66,6 +66,7 @@ class BrickPadding(Operator):
         return [tile.new_empty(*tile.shape[:-2], height, width)]
 
     def _check(self, tile: Tensor) -> None:
+        self._require_tensors(tile)
         if tile.dim() < 2:
             raise ValueError(f"BrickPadding: the tile must have the shape (..., height, width); got {tuple(tile.shape)}")
         if tile.dtype not in self.requires.dtypes:
@@ -98,6 +99,7 @@ class BrickPad:
         self._pad = BrickPadding(kernel)
 
     def __call__(self, image: Tensor) -> Tensor:
+        require_tensor("BrickPad: the image", image)
         tile = image if self.tile is None else self._checked_tile(self.tile, image)
         left, top, right, bottom = sides((tile.shape[-1], tile.shape[-2])) if self.padding is None else self.padding
         if self.tile is None:

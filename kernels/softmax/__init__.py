@@ -31,6 +31,7 @@ class Softmax(Operator):
     saved = ("y",)
 
     def __call__(self, x: Tensor) -> Tensor:
+        self._require_tensors(x)
         if x.dim() == 0 or not x.is_floating_point():
             raise ValueError(f"Softmax: x must be a floating-point tensor (..., M); got {x.dtype} {tuple(x.shape)}")
         self.check_dtype(x.dtype)

@@ -59,6 +59,7 @@ class TimeX(Operator):
         return self._implementation.grad_w(k, grad_out), self._implementation.grad_k(w, grad_out)
 
     def _check(self, w: Tensor, k: Tensor) -> None:
+        self._require_tensors(w, k)
         if w.dim() != 2 or k.dim() != 3 or tuple(w.shape) != tuple(k.shape[1:]):
             raise ValueError(f"TimeX: w must be (C,T) and k must be (B,C,T); got w {tuple(w.shape)} and k {tuple(k.shape)}")
         if not (w.is_floating_point() and k.is_floating_point()):

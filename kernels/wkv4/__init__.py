@@ -96,13 +96,14 @@ class WKV4(Operator):
         return [contiguous(tensor.detach(), sequence_dtype if tensor.dim() == 3 else dtype) for tensor in inputs]
 
     def _check(self, time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState | None) -> None:
+        self._require_tensors(time_decay, time_first, k, v)
         if k.dim() != 3 or k.shape != v.shape or not time_decay.shape == time_first.shape == k.shape[2:]:
             raise ValueError(
                 "WKV4: time_decay and time_first must be (C,), and k and v must be (B,T,C); got "
                 f"{tuple(time_decay.shape)}, {tuple(time_first.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
-        if state is not None and (len(state) != 3 or any(part.shape != (k.shape[0], k.shape[2]) for part in state)):
+        if state is not None and not _is_state(state, (k.shape[0], k.shape[2])):
             raise ValueError(f"WKV4: the state must be three tensors with the shape (B,C) = {(k.shape[0], k.shape[2])}; "
-                             f"got {', '.join(str(tuple(part.shape)) for part in state)}")
+                             f"got {_describe(state)}")
         tensors = time_decay, time_first, k, v, *(state or ())
         dtypes = [tensor.dtype for tensor in tensors]
         if not all(dtype.is_floating_point for dtype in dtypes):
@@ -140,6 +141,18 @@ class WKV4(Operator):
 def decay_exponent(time_decay: Tensor, fastest: float = FASTEST_DECAY) -> Tensor:       # TorchScript cannot read globals
     """Returns w = -exp(time_decay), which is finite for any finite time_decay."""
     return -torch.exp(time_decay.clamp(max=fastest))
+
+
+def _is_state(state: object, shape: tuple[int, int]) -> bool:
+    return (isinstance(state, tuple | list) and len(state) == 3
+            and all(isinstance(part, Tensor) and part.shape == shape for part in state))
+
+
+def _describe(state: object) -> str:
+    """Returns the shapes of the tensors in a tuple or a list, and the types of anything else."""
+    if not isinstance(state, tuple | list):
+        return f"a {type(state).__name__}"
+    return ", ".join(str(tuple(part.shape)) if isinstance(part, Tensor) else type(part).__name__ for part in state)
 
 
 def _compute_dtype(k: Tensor) -> torch.dtype:

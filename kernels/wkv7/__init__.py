@@ -107,6 +107,7 @@ class WKV7(Operator):
         return prepared
 
     def _check(self, sequences: tuple[Tensor, ...], state: Tensor | None) -> None:
+        self._require_tensors(*sequences, *([] if state is None else [state]))
         names = self._names[:SEQUENCES]
         v = sequences[3]
         if v.dim() != 4 or any(tensor.shape != v.shape for tensor in sequences):

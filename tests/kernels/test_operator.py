@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from threading import Barrier
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from implementations import implementation
@@ -18,12 +19,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.matvec import MatVec, pack
 from kernels.operator import Function
-from kernels.pad import BrickPadding
+from kernels.pad import BrickPad, BrickPadding
 from kernels.softmax import Softmax
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
 from kernels.wkv4 import WKV4, WKVState, cases
+from kernels.wkv7 import WKV7
 
 wkv = WKV4("torch_scan")
 
@@ -208,6 +211,24 @@ def test_gradients_go_only_to_the_inputs_that_need_one() -> None:
 def test_an_option_that_is_missing_or_unknown_is_named(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=rf"WKV4\('{name}'\).*({'|'.join(options) or 'timex'})"):
         WKV4(name, **options)
+
+
+@pytest.mark.parametrize(("call", "words"), [
+    (lambda: run_wkv4(np.zeros((3, 9, 2))), "WKV4: k .* ndarray"),
+    (lambda: wkv(TIME_DECAY, TIME_FIRST, V, V, torch.zeros(3, 3, 2)), "WKV4: the state .* Tensor"),
+    (lambda: wkv(TIME_DECAY, TIME_FIRST, V, V, (1, 2, 3)), "WKV4: the state .* int, int, int"),
+    (lambda: WKV7("reference")(*[torch.zeros(1, 1, 1, 1)] * 5, [[[[0.0]]]]), "WKV7: b .* list"),
+    (lambda: WKV7("reference")(*[torch.zeros(1, 1, 1, 1)] * 6, [0.0]), "WKV7: state .* list"),
+    (lambda: run_timex([1.0]), "TimeX: k .* list"),
+    (lambda: Softmax("formula")(np.zeros(3)), "Softmax: x .* ndarray"),
+    (lambda: run_pad(np.zeros((3, 9, 2))), "BrickPadding: tile .* ndarray"),
+    (lambda: BrickPad(None, 1)(np.zeros((3, 9, 2))), "BrickPad: the image .* ndarray"),
+    (lambda: MatVec("reference")([1.0], pack(W, "int8")), "MatVec: x .* list"),
+    (lambda: MatVec("reference")(W, W), "MatVec: W .* Tensor"),
+    (lambda: pack([[1.0]], "int8"), "W .* list")])
+def test_an_input_that_is_no_tensor_is_named(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 def test_threads_may_make_the_same_operator_at_once() -> None:
