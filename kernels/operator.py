@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from kernels.backends.torch_private import dispatch_mode_active, profiler_active, transforms_active
+from kernels.backends.torch_private import dispatch_mode_active, has_legacy_batch, profiler_active, transforms_active
 from kernels.machine.threads import one_thread_in_forks
 from kernels.registry import Requires, check, check_dtype, load
 
@@ -210,6 +210,13 @@ def _tuple(outputs: Tensor | Tensors) -> Tensors:
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+def require_no_legacy_batch(grads: Sequence[Tensor | None]) -> None:
+    """Raises ValueError in the backward pass of torch.autograd.grad(is_grads_batched=True), whose tensors have no memory."""
+    if has_legacy_batch(grads):
+        raise ValueError("is_grads_batched=True and vectorize=True are not supported: use torch.vmap of torch.autograd.grad, "
+                         "or torch.func.jacrev")
+
+
 class Function:
     """Calls an operator by one of the two paths that the module describes, and returns a tuple of outputs."""
 
@@ -325,6 +332,7 @@ class _Direct(ReverseOnly):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        require_no_legacy_batch(grads)
         tensors = (*ctx.saved_tensors, *grads[:ctx.function.n_gradients])
         if torch.is_grad_enabled() or transforms_active():               # create_graph=True, or vmap of torch.autograd.grad
             gradients = _Backward.apply(ctx.function, *tensors)

@@ -5,7 +5,7 @@ use the registered operators and the plain formulas. Only function transforms fa
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,12 @@ def transforms_active() -> bool:
 
 def dispatch_mode_active() -> bool:
     """Returns True if a TorchDispatchMode, such as FakeTensorMode, intercepts every operator."""
+def has_legacy_batch(tensors: Iterable[object]) -> bool:
+    """Returns True if a tensor is batched by torch's first vmap, as with is_grads_batched=True and vectorize=True."""
+    is_batched = _lookup("torch._C._functorch", "is_legacy_batchedtensor", False)
+    return any(is_batched(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+
+
     return bool(_lookup("torch._C", "_len_torch_dispatch_stack", True)())
 
 
@@ -30,9 +36,9 @@ def module_hooks_active() -> bool:
 
 
 @cache
-def _lookup(module: str, name: str, default: bool) -> Callable[[], Any]:
+def _lookup(module: str, name: str, default: bool) -> Callable[..., Any]:
     """Returns the function `name` of `module`, or a function that returns `default` if this torch has no such function."""
     parent, _, last = module.rpartition(".")
     owner = getattr(importlib.import_module(parent), last, None)         # torch._C._autograd cannot be imported
-    function: Callable[[], Any] = getattr(owner, name, lambda: default)
+    function: Callable[..., Any] = getattr(owner, name, lambda *_: default)
     return function

@@ -5,7 +5,7 @@ torch would silently compute an incomplete second derivative, without the terms 
 decorator raises an error in that case, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from kernels.backends.torch_private import transforms_active
-from kernels.operator import ReverseOnly
+from kernels.operator import ReverseOnly, require_no_legacy_batch
 
 if TYPE_CHECKING:
     class Context(FunctionCtx):
@@ -35,6 +35,13 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
+def require_first_derivative(args: Sequence[Any]) -> None:
+    """Raises ValueError if create_graph=True or is_grads_batched=True. `args` are the arguments of a function's backward."""
+    if torch.is_grad_enabled():
+        raise ValueError("create_graph=True is not supported: the model and its loss have only first derivatives")
+    require_no_legacy_batch(args)
+
+
 def first_derivative(backward: Callable[P, Result]) -> Callable[P, Result]:
     """Makes the backward of an autograd function raise ValueError under create_graph=True, and run under vmap.
 
@@ -42,8 +49,7 @@ def first_derivative(backward: Callable[P, Result]) -> Callable[P, Result]:
     """
     @wraps(backward)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Result:
-        if torch.is_grad_enabled():
-            raise ValueError("create_graph=True is not supported: the model and its loss have only first derivatives")
+        require_first_derivative(args)
         if transforms_active():
             ctx, *grads = args
             return cast(Result, _for_each_sample(partial(cast(Any, backward), ctx), grads))

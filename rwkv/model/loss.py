@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from rwkv.model.first_derivative import Context, first_derivative
+from kernels.backends.torch_private import transforms_active
+from rwkv.model.first_derivative import Context, require_first_derivative
 from rwkv.model.fused import WIDE_PRODUCTS, product_dtype, product_in
 from rwkv.model.fused.backend import loss_backend_for
 from rwkv.model.weight_cache import round_weights
@@ -118,13 +119,15 @@ class _HeadLoss(torch.autograd.Function):
         return total / n_counted
 
     @staticmethod
-    @first_derivative
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        require_first_derivative([grad])
         grad_hidden, n_counted = ctx.saved_tensors
+        scale = grad / n_counted
         grad_weight, ctx.grad_weight = ctx.grad_weight, None     # without a copy, this tensor becomes the weight's .grad
         if grad_weight is None and ctx.needs_input_grad[1]:
             raise RuntimeError("head_loss supports only one backward pass, because backward scales the saved gradient in place")
-        scale = grad / n_counted
+        if grad_weight is not None and transforms_active():      # torch.vmap: one gradient for each sample of `grad`
+            return grad_hidden * scale, grad_weight * scale, None, None, None
         return grad_hidden * scale, None if grad_weight is None else grad_weight.mul_(scale), None, None, None
 
 

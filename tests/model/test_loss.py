@@ -142,6 +142,21 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
+def test_the_gradients_of_several_losses_at_once() -> None:
+    """Under vmap, backward runs once for all losses, and must not use up the saved gradient of the weight."""
+    hidden, weight, targets = problem(20)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+
+    def losses() -> Tensor:
+        parts = zip(hidden.split(10), targets.split(10), strict=True)
+        return torch.stack([head_loss(rows, weight, row_targets, 0.3) for rows, row_targets in parts])
+
+    several = losses()
+    together = torch.vmap(lambda grads: torch.autograd.grad(several, leaves, grads))(torch.eye(2))
+    for index in range(2):
+        assert_close(tuple(grad[index] for grad in together), torch.autograd.grad(losses()[index], leaves))
+
+
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_a_frozen_head_in_another_dtype_is_the_same_head(needs_grad: bool) -> None:
     """The head is converted a part at a time."""

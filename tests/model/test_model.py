@@ -176,6 +176,14 @@ def test_the_gradients_of_several_logits_at_once(generation: str) -> None:
 
 
 @each_generation
+def test_a_batch_of_gradients_of_the_first_vmap_is_refused(generation: str) -> None:
+    model = small_model(generation=generation)
+    logits = model(tokens(model))[0][0, -1, :3]
+    with pytest.raises(ValueError, match=r"torch\.vmap"):
+        torch.autograd.grad(logits, model.emb.weight, torch.eye(3), is_grads_batched=True)
+
+
+@each_generation
 def test_the_graph_of_a_dispatch_mode_is_the_model(generation: str) -> None:
     model = small_model("torch_scan" if generation == "rwkv4" else "torch_chunk", generation=generation)
     ids = tokens(model)
