@@ -9,25 +9,32 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
+from torch import Tensor
+
 
 def transforms_active() -> bool:
     """Returns True if the caller runs inside a function transform of torch.func, such as grad, vjp or vmap."""
     return bool(_lookup("torch._C", "_are_functorch_transforms_active", False)())
 
 
-def dispatch_mode_active() -> bool:
-    """Returns True if a TorchDispatchMode, such as FakeTensorMode, intercepts every operator."""
 def has_legacy_batch(tensors: Iterable[object]) -> bool:
     """Returns True if a tensor is batched by torch's first vmap, as with is_grads_batched=True and vectorize=True."""
     is_batched = _lookup("torch._C._functorch", "is_legacy_batchedtensor", False)
     return any(is_batched(tensor) for tensor in tensors if isinstance(tensor, Tensor))
 
 
+def dispatch_mode_active() -> bool:
+    """Returns True if a TorchDispatchMode, such as FakeTensorMode, intercepts every operator."""
     return bool(_lookup("torch._C", "_len_torch_dispatch_stack", True)())
 
 
 def profiler_active() -> bool:
     return bool(_lookup("torch._C._autograd", "_profiler_enabled", True)())
+
+
+def backward_active() -> bool:
+    """Returns True if the caller runs inside a backward pass, as code that torch.utils.checkpoint repeats does."""
+    return bool(_lookup("torch._C", "_current_graph_task_id", True)() != -1)
 
 
 def module_hooks_active() -> bool:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
+from kernels.backends.torch_private import backward_active
 from kernels.wkv7 import WKV7
 from rwkv.config import ModelConfig
 from rwkv.model import fused
@@ -290,7 +291,7 @@ class Block(nn.Module):
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
         x = self.ln0(x) if self.first else x
         v_first, tokens, embedded, has_gradient = carry or Carry()
-        if x.requires_grad and torch.is_grad_enabled() and not has_gradient:
+        if torch.is_grad_enabled() and not has_gradient and (x.grad_fn is not None or (x.requires_grad and backward_active())):
             raise ValueError("the gradient of a block's carry (v_first) is lost, because torch.utils.checkpoint computed the "
                              "block before without gradients: pass use_reentrant=False to torch.utils.checkpoint")
         if self.first and tokens is not None:
