@@ -202,19 +202,20 @@ def _can_use_c(x: Tensor) -> bool:
 class _ForwardRows(torch.autograd.Function):
     """Computes layer.forward_rows, with the gradient of the product of the unrounded input and the rounded weight.
 
-    Nothing is saved for backward, which reads the layer's weight W (N,K) in blocks of rows.
+    Nothing is saved for backward, which reads the layer's weight W (N,K) in blocks of rows, or as a whole without C.
     """
 
     @staticmethod
     def forward(ctx: Context, rows: Tensor, layer: _RoundedLayer) -> Tensor:
         ctx.layer, ctx.dtype = layer, rows.dtype
-        return layer.forward_rows(rows)
+        return _product_of_rows(layer, rows)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         total, first = None, 0
-        for block in ctx.layer.row_blocks(grad.dtype):
+        blocks = ctx.layer.row_blocks(grad.dtype) if _can_use_c(grad) else [ctx.layer.dense(grad.dtype)]
+        for block in blocks:
             columns = grad[:, first:first + len(block)]
             total = columns @ block if total is None else total.addmm_(columns, block)
             first += len(block)
@@ -224,12 +225,17 @@ class _ForwardRows(torch.autograd.Function):
 
 def _product(layer: _RoundedLayer, x: Tensor) -> Tensor:
     """Computes layer.forward_rows for x (...,K), differentiable in x. Without C, inputs are not rounded."""
-    rows = x.reshape(-1, x.shape[-1])
-    if not _can_use_c(x):
+    if not can_use_functions():
         return F.linear(x, layer.dense(x.dtype))
+    rows = x.reshape(-1, x.shape[-1])
     trained = torch.is_grad_enabled() and rows.requires_grad
-    product: Tensor = _ForwardRows.apply(rows, layer) if trained else layer.forward_rows(rows)
+    product: Tensor = _ForwardRows.apply(rows, layer) if trained else _product_of_rows(layer, rows)
     return product.view(*x.shape[:-1], layer.out_features)
+
+
+def _product_of_rows(layer: _RoundedLayer, rows: Tensor) -> Tensor:
+    """Computes layer.forward_rows, or the product of unrounded inputs (n,K) if C cannot read them."""
+    return layer.forward_rows(rows) if _can_use_c(rows) else F.linear(rows, layer.dense(rows.dtype))
 
 
 def _rows_per_block(weight: Tensor, K: int) -> int:

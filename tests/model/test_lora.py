@@ -8,6 +8,8 @@ import pytest
 import torch
 from models import each_generation, saved_activations, small_model, tokens
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.matvec import Int4
 from rwkv.errors import UserError
@@ -210,6 +212,24 @@ def test_the_gradient_of_an_input_is_that_of_the_rounded_weight(layer: Callable[
     weight = torch.cat(list(linear.row_blocks(torch.float32)))
     (actual,) = torch.autograd.grad(linear(x), x, grad)
     torch.testing.assert_close(actual, grad @ weight, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("layer", [BFloat16Linear, lambda weight: Int4Linear(Int4.of(weight)), Int8Linear],
+                         ids=["bfloat16", "int4", "int8"])
+def test_a_dispatch_mode_saves_no_dense_copy_of_a_rounded_weight(layer: Callable[[Tensor], Any]) -> None:
+    """Modes that count operations or choose what to recompute see PyTorch's operations."""
+    linear, x, saved = layer(torch.randn(300, 70)), torch.randn(2, 40, 70, requires_grad=True), []
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(save, lambda tensor: tensor):
+        output = linear(x)
+    (actual,) = torch.autograd.grad(output.sum(), x)
+    assert not saved
+    assert counter.get_total_flops() == 2 * 2 * 40 * 70 * 300
+    torch.testing.assert_close(actual, linear.dense(torch.float32).sum(0).expand_as(x), rtol=1e-4, atol=1e-4)
 
 
 def test_bfloat16_layers_can_be_vectorised_by_vmap() -> None:
