@@ -205,7 +205,7 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
             change = partial(miss, M=block) if len(block.shape) == 2 else partial(bat, M=block, by_row=False)
         name, changed = _official_change(path, module, config, weights, change)
         changes[name] = changed
-    whole = {_official_weight(name, config, weights): tensors[name] for name in others}
+    whole = _official_weights(tensors, others, config, weights)
     for name, tensor in whole.items():
         if name.endswith(TIME_STATE):
             raise CheckpointError(f"{path} contains an adapter and a tuned state ({name}): save each in its own file, and pass "
@@ -313,6 +313,14 @@ def _parts_of(name: str) -> list[str]:
 
 def _official_weight(name: str, config: ModelConfig, weights: Mapping[str, Stored]) -> str:
     """Returns the official name of a weight, without prefixes if the model then has such a weight."""
+def _official_weights(tensors: Mapping[str, Stored], names: Sequence[str], config: ModelConfig,
+                      weights: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Returns the tensors called `names` by official name. web-rwkv's converter has transposed low-rank matrices."""
+    low_rank = getattr(generation_of(config), "LOW_RANK", ()) if any(map(WEB_RWKV_PART.fullmatch, tensors)) else ()
+    official = {_official_weight(name, config, weights): tensors[name] for name in names}
+    return {name: tensor.transpose() if name.endswith(low_rank) else tensor for name, tensor in official.items()}
+
+
     parts = _parts_of(name)
     names = [generation_of(config).official_name(".".join(parts[start:])) for start in range(len(parts))]
     return next((official for official in names if official in weights), names[0])

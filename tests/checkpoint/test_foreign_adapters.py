@@ -270,8 +270,9 @@ def test_a_lora_that_web_rwkvs_converter_has_written(folder: Path, tmp_path: Pat
     expected = weights_of(folder / "base.pth")
     parts, expected[f"{NAMES[2]}.weight"] = lora(expected[f"{NAMES[2]}.weight"], 16.0)
     expected["blocks.1.ln1.weight"] = norm = random(*expected["blocks.1.ln1.weight"].shape).double()
+    expected["blocks.1.att.g1"] = gate = random(*expected["blocks.1.att.g1"].shape).double()
     save_file({f"{NAMES[2]}.lora.0": parts["lora_A.weight"].T.contiguous(), f"{NAMES[2]}.lora.1": parts["lora_B.weight"],
-               "blocks.1.ln1.weight": norm.float()}, tmp_path / "adapter.lora")
+               "blocks.1.ln1.weight": norm.float(), "blocks.1.att.g1": gate.float().T.contiguous()}, tmp_path / "adapter.lora")
     assert_weights(with_adapter(read_checkpoint(folder / "base.pth"), tmp_path / "adapter.lora", 32).weights, expected)
     with pytest.raises(CheckpointError, match="lora="):
         read_checkpoint(tmp_path / "adapter.lora")
