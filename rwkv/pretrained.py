@@ -142,9 +142,8 @@ class RWKV(Model):
             model = cls._with_converted_matrices(checkpoint, wkv, device, dtype, mmap)
         else:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device, mmap))
-            model.fingerprint_before = checkpoint.fingerprint
-            if dtype == "float16" and checkpoint.fingerprint is None:
-                model.unrounded = {model.fingerprint(): fingerprint_of(checkpoint)}
+            if checkpoint.fingerprint is not None or dtype == "float16":         # the file is packed, or float16 may round
+                model.unrounded = {model.fingerprint(): checkpoint.fingerprint or fingerprint_of(checkpoint)}
             model.merge()
         if checkpoint.time_states:
             model.set_time_states([state.get().to(device) for state in checkpoint.time_states])

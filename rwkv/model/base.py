@@ -246,7 +246,7 @@ class Model(nn.Module):
         one_thread_in_forks()
         self.config, self.operator = config, operator
         self.fingerprint_before: str | None = None       # the fingerprint before quantising or merging
-        self.unrounded: dict[str, str] = {}              # fingerprint of float16 weights -> fingerprint before rounding
+        self.unrounded: dict[str, str] = {}              # fingerprint of rounded weights -> fingerprint before
         self.decoding_step = CachedFromWeights()         # the cached CStep or GpuStep
         self.returns_free_memory = False                 # true if training returns free memory after each block
         self.weight_cache: WeightCache | None = None     # the rounded weights, for training in half precision
