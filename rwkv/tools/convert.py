@@ -32,7 +32,7 @@ if TYPE_CHECKING:                        # files.py imports PyTorch
     from rwkv.checkpoint.files import Checkpoint
 
 # These options apply to weights only
-WEIGHT_OPTIONS = ("dtype", "calibrate", "format", "layout", "lora", "lora_alpha", "tokenizer", "end_of_text")
+WEIGHT_OPTIONS = ("dtype", "calibrate", "format", "layout", "lora", "lora_alpha", "tokenizer", "end_of_text", "by_input")
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # these formats cannot contain a tokenizer
 READ_WITH_TOKENIZER = ("gguf", "huggingface")            # other programs take the tokenizer from files in these formats
 
@@ -88,7 +88,7 @@ def _is_state(options: argparse.Namespace) -> bool:
 
     source = locate(options.source)
     is_state = source.is_file() and time_states.is_file(source)
-    weight_options = [name for name in WEIGHT_OPTIONS if getattr(options, name) is not None]
+    weight_options = [name for name in WEIGHT_OPTIONS if getattr(options, name) not in (None, False)]
     if is_state and weight_options:
         raise UserError(f"--{weight_options[0].replace('_', '-')} requires weights, but {source} is a tuned state: omit the "
                         "option")

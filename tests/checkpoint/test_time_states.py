@@ -158,6 +158,7 @@ def test_convert_transposes_a_state_for_web_rwkv_and_back(folder: Path, tmp_path
     assert all(torch.equal(back[name], before[name]) for name in before)
     for (name, *arguments), message in ((("state.pth", "out.gguf"), ".st"),
                                         (("state.pth", "o.pth", "--dtype", "float16"), "--dtype"),
+                                        (("state.pth", "o.pth", "--by-input"), "--by-input"),
                                         (("base.safetensors", "o.pth", "--state-layout", "official"), "--state-layout"),
                                         (("both.pth", "out.gguf"), "tuned state")):
         with pytest.raises(SystemExit) as exit_info:
