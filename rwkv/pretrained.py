@@ -233,7 +233,7 @@ class RWKV(Model):
         if self.time_states():
             raise UserError("save_pretrained cannot save the model's tuned state. Save the base model, or "
                             "use timemix convert, which writes the weights and the state as .pth, .safetensors or .st")
-        weights = self.state_dict()
+        weights = self.official_weights()
         own = self.generation.shapes(replace(self.config, n_layer=len(self.blocks)), self.vocab_size)
         if other := next((name for name in weights if name not in own), None):
             raise UserError(f"save_pretrained can save only the weights of {self.generation.NAME}, but this model has {other}. "

@@ -35,14 +35,14 @@ from torch import Tensor
 
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
-from rwkv.checkpoint.generations import PARTITIONED, WRAPPERS, generation_of, require_dtype, squeeze
+from rwkv.checkpoint.generations import PARTITIONED, generation_of, require_dtype, squeeze
 from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.checkpoint.location import ADAPTER as CONFIG
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io import hub
 from rwkv.io.json_types import JsonMapping, JsonObject
-from rwkv.model.base import TIME_STATE
+from rwkv.model.base import TIME_STATE, without_wrappers
 
 INIT_PISSA = "init_pissa.pth"
 PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "miss_block", "bone_block",
@@ -306,24 +306,19 @@ def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stor
     return A, B
 
 
-def _parts_of(name: str) -> list[str]:
-    """Returns the parts of a dotted name without WRAPPERS."""
-    return [part for part in name.split(".") if part not in WRAPPERS]
-
-
 def _official_weight(name: str, config: ModelConfig, weights: Mapping[str, Stored]) -> str:
     """Returns the official name of a weight, without prefixes if the model then has such a weight."""
+    parts = without_wrappers(name).split(".")
+    names = [generation_of(config).official_name(".".join(parts[start:])) for start in range(len(parts))]
+    return next((official for official in names if official in weights), names[0])
+
+
 def _official_weights(tensors: Mapping[str, Stored], names: Sequence[str], config: ModelConfig,
                       weights: Mapping[str, Stored]) -> dict[str, Stored]:
     """Returns the tensors called `names` by official name. web-rwkv's converter has transposed low-rank matrices."""
     low_rank = getattr(generation_of(config), "LOW_RANK", ()) if any(map(WEB_RWKV_PART.fullmatch, tensors)) else ()
     official = {_official_weight(name, config, weights): tensors[name] for name in names}
     return {name: tensor.transpose() if name.endswith(low_rank) else tensor for name, tensor in official.items()}
-
-
-    parts = _parts_of(name)
-    names = [generation_of(config).official_name(".".join(parts[start:])) for start in range(len(parts))]
-    return next((official for official in names if official in weights), names[0])
 
 
 def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapping[str, Stored],
@@ -333,7 +328,7 @@ def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapp
     `change` is defined in the adapter's own layout.
     """
     generation = generation_of(config)
-    parts = _parts_of(module)
+    parts = without_wrappers(module).split(".")
     for start in range(len(parts)):
         adapter_name = f"{'.'.join(parts[start:])}.weight"
         official_name = generation.official_name(adapter_name)

@@ -40,7 +40,7 @@ from rwkv.checkpoint.location import SHARD
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonMapping
-from rwkv.model.base import TIME_STATE
+from rwkv.model.base import TIME_STATE, without_wrappers
 
 Shape = tuple[int, ...]
 
@@ -49,10 +49,6 @@ PARTITIONED = ("has no values. DeepSpeed's ZeRO-3 saves such files, with the val
                "folder of the training checkpoint, and pass the file that it writes")
 
 HEAD = "head.weight"
-
-# These parts of tensor names are added by torch.compile, activation checkpointing, FSDP, DeepSpeed and data parallelism
-WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_forward_module",
-                      "module"))
 
 # An unsupported version of RWKV is named in the error message if a tensor's name matches its pattern
 OTHER_VERSIONS = {"RWKV-1": r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)", "RWKV-2": r".*\.time_mix",
@@ -92,8 +88,7 @@ def _by_official_name(path: Path, tensors: Mapping[str, Stored], generation: Mod
 
     Such prefixes are Lightning's "model.", Hugging Face's "rwkv." and PEFT's "base_model.model.".
     """
-    names = {file_name: generation.official_name(".".join(part for part in file_name.split(".") if part not in WRAPPERS))
-             for file_name in tensors}
+    names = {file_name: generation.official_name(without_wrappers(file_name)) for file_name in tensors}
     prefix = next((match[1] for name in names.values() if (match := re.fullmatch(r"((?:.*\.)?)emb\.weight", name))), "")
     official: dict[str, Stored] = {}
     for file_name, tensor in tensors.items():

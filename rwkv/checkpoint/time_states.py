@@ -24,12 +24,12 @@ import torch
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.checkpoint.formats.safetensors import write_tensors
-from rwkv.checkpoint.generations import WRAPPERS, require_dtype, tuned_kind
+from rwkv.checkpoint.generations import require_dtype, tuned_kind
 from rwkv.checkpoint.lazy_tensors import Stored
 from rwkv.config import STATE_LAYOUTS, ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
-from rwkv.model.base import TIME_STATE, generation, names_with_learnt_state
+from rwkv.model.base import TIME_STATE, generation, names_with_learnt_state, without_wrappers
 from rwkv.model.state import State
 
 OFFICIAL, TRANSPOSED = STATE_LAYOUTS
@@ -71,8 +71,8 @@ class TimeStates:
 
 
 def layer_names(names: Collection[str]) -> dict[str, str]:
-    """Maps each name that ends in att.time_state to blocks.i.att.time_state, without prefixes and WRAPPERS."""
-    parts = {name: [part for part in name.split(".") if part not in WRAPPERS] for name in names}
+    """Maps each name that ends in att.time_state to blocks.i.att.time_state, without prefixes and wrappers."""
+    parts = {name: without_wrappers(name).split(".") for name in names}
     return {name: ".".join(split[-4:]) for name, split in parts.items() if ".".join(split[-2:]) == TIME_STATE}
 
 

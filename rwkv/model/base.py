@@ -38,6 +38,9 @@ MATRICES = ("matrix", "gate", "embedding")       # optimiser groups of linear la
 TIME_STATE = "att.time_state"            # suffix of the name of a layer's learnt initial state
 OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # is_unmodified checks that these methods are not replaced
 SAMPLED = 4096                           # evenly spaced elements of each tensor that the fingerprint reads
+# These parts of tensor names are added by torch.compile, activation checkpointing, FSDP, DeepSpeed and data parallelism
+WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_forward_module",
+                      "module"))
 OPTIONAL_MODULES = {                     # optional modules of a generation, for decoding one token at a time
     "step": "Step computes a block without calling its modules, and PLAIN lists the classes of modules that Step can replace",
     "step_c": "c_model(model, builder) returns the structs that the generation's C step reads (decoding/c_step.py)",
@@ -149,6 +152,11 @@ def n_parameters(config: ModelConfig, vocab_size: int) -> int:
 def state_nbytes(config: ModelConfig) -> int:
     """Returns the memory of one row's state, in bytes."""
     return generation(config).empty_state(config, 1, "meta").nbytes()
+
+
+def without_wrappers(name: str) -> str:
+    """Returns a tensor's name without WRAPPERS."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def is_linear_weight(name: str, group: str) -> bool:
@@ -395,10 +403,14 @@ class Model(nn.Module):
 
     def _fingerprint_of_weights(self) -> str:
         """Returns the hash of the present weights, which are packed in a quantised model."""
-        blocks = {f"{name}.weight": module.packed for name, module in self.named_modules()
+        blocks = {without_wrappers(f"{name}.weight"): module.packed for name, module in self.named_modules()
                   if isinstance(getattr(module, "packed", None), Blocks)}
-        value = fingerprint(self.generation, {**self.state_dict(), **blocks})
+        value = fingerprint(self.generation, {**self.official_weights(), **blocks})
         return self.unrounded.get(value, value)
+
+    def official_weights(self) -> dict[str, Tensor]:
+        """Returns state_dict() with the names that the tensors have without wrappers, such as blocks that are compiled."""
+        return {without_wrappers(name): tensor for name, tensor in self.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads weights as nn.Module does. With other weights, a quantised or merged model is another model."""

@@ -1,6 +1,7 @@
 """Tests files of other programs: wrappers in names, directories with several weights, configurations of other models, and
 files without weights. Each is read, or refused with a sentence that says what it is."""
 
+import copy
 import json
 import re
 import warnings
@@ -152,6 +153,16 @@ def test_float64_is_read_in_float32(model: RWKV, tmp_path: Path, format: str) ->
     assert_same(path, model)
     RWKV.from_pretrained(path, "reference").save_pretrained(tmp_path / "again.pth")
     assert_same(tmp_path / "again.pth", model)
+
+
+def test_a_model_whose_blocks_are_compiled_is_saved_under_its_own_names(models: dict[str, RWKV], tmp_path: Path) -> None:
+    for model in models.values():
+        compiled = copy.deepcopy(model)
+        for layer, block in enumerate(compiled.blocks):
+            compiled.blocks[layer] = torch.compile(block, backend="eager")
+        assert compiled.fingerprint() == model.fingerprint()
+        compiled.save_pretrained(tmp_path / "model.safetensors")
+        assert_same(tmp_path / "model.safetensors", model)
 
 
 # Files without weights
