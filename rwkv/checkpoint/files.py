@@ -7,6 +7,7 @@
 A checkpoint is read completely or rejected.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -35,6 +36,7 @@ SUGGESTED = {50277: "20B_tokenizer.json (models trained on the Pile use this GPT
 WITH_STATES = ("pth", "safetensors", "st")               # these formats can hold tuned states besides weights
 WITH_TEMPLATES = ("huggingface", "gguf")                 # these formats can hold chat templates and generation options
 PACKED = formats.QUANTISED["safetensors"]                # weights in these formats stay packed in memory
+NORM = re.compile(r"(?:.+\.)?ln\w+\.weight")             # weights of LayerNorms and of RWKV-7's group norm
 DEFAULT_CTX_LEN = 1024                   # applies if neither the file nor its name states a length; no shape depends on it
 
 
@@ -387,12 +389,27 @@ def _interpret(content: Content) -> Checkpoint:
     weights = Weights(fit(path, module, tensors, config, vocab_size))
     packed = {name: matrix for name, matrix in content.packed.items() if name in weights}
     checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step, packed=packed,
-                            notes=content.notes)
+                            notes=[*content.notes, *_zero_norm_notes(path, weights.stored)])
     if tuned_states:
         checkpoint = replace(checkpoint, time_states=time_states.fit_states(path, tuned_states, config), state_note=(
             f"each sequence begins with the tuned state in {path}. The state was transposed if the file's low-rank "
             "matrices are transposed"))
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
+
+
+def _zero_norm_notes(path: Path, stored: Mapping[str, Stored]) -> list[str]:
+    """Returns a list with one message about normalisation weights of only zeros; [] if there are none.
+
+    Training begins with ones. Zeros are what is missing in an interrupted download if the program reserved the whole file.
+    """
+    zeros = []
+    for name, tensor in stored.items():
+        if NORM.fullmatch(name):
+            if not tensor.peek().any():
+                zeros.append(name)
+            tensor.drop_pages()
+    return [f"{path} has {zeros[0]}{f' and {len(zeros) - 1} more' if zeros[1:] else ''} with only zeros: if the file was "
+            "downloaded, the download may be incomplete. Compare its SHA-256 with the publisher's"] if zeros else []
 
 
 def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""Tests that a randomly damaged file of any format loads a whole model or raises UnusableFile, and never hangs."""
+"""Tests that a randomly damaged file of any format loads a whole model or raises CheckpointError, and never hangs."""
 
 import json
 import random

@@ -2,6 +2,7 @@
 files without weights. Each is read, or refused with a sentence that says what it is."""
 
 import copy
+import errno
 import json
 import re
 import warnings
@@ -25,6 +26,7 @@ from torch.distributed import checkpoint as distributed_checkpoint
 from torch.optim.swa_utils import AveragedModel
 
 from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
+from rwkv.checkpoint.formats import safetensors
 from rwkv.errors import CheckpointError
 from rwkv.pretrained import RWKV
 
@@ -163,6 +165,32 @@ def test_a_model_whose_blocks_are_compiled_is_saved_under_its_own_names(models: 
         assert compiled.fingerprint() == model.fingerprint()
         compiled.save_pretrained(tmp_path / "model.safetensors")
         assert_same(tmp_path / "model.safetensors", model)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf", "model"])
+def test_zeros_in_place_of_a_file_s_end_are_named(model: RWKV, tmp_path: Path, name: str) -> None:
+    """Some programs reserve the whole file before they download it."""
+    path = tmp_path / name
+    model.save_pretrained(path)
+    file = path / "model.safetensors" if path.is_dir() else path
+    assert not read_checkpoint(path).notes
+    content = file.read_bytes()
+    file.write_bytes(content[:len(content) // 2] + bytes(len(content) - len(content) // 2))
+    assert ["only zeros" in note for note in read_checkpoint(path).notes] == [True]
+
+
+@pytest.mark.parametrize(("name", "module", "function"), [("model.pth", zipfile, "ZipFile"),
+                                                          ("model.safetensors", safetensors, "safe_open")])
+def test_an_error_of_the_file_system_does_not_mean_damage(model: RWKV, tmp_path: Path, name: str, module: Any, function: str,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems lose their connection, and some cannot map files into memory."""
+    def fails(*args: Any, **options: Any) -> Any:
+        raise OSError(errno.ENODEV, "No such device")
+
+    model.save_pretrained(tmp_path / name)
+    monkeypatch.setattr(module, function, fails)
+    with pytest.raises(CheckpointError, match=f"cannot read .*{name}: No such device"):
+        read_checkpoint(tmp_path / name)
 
 
 # Files without weights

@@ -5,6 +5,7 @@ data/1, ... are the storages, aligned to 64 bytes so that they can be mapped. ve
 torch/serialization.py and caffe2/serialize/inline_container.cc.
 """
 
+import errno
 import io
 import math
 import pickle
@@ -63,6 +64,7 @@ def load(path: Path) -> Dictionary:
     except CheckpointError:
         raise
     except Exception as error:                   # torch raises no common error class for damaged files
+        _raise_system_error(error)
         if LATER_PROTOCOL in str(error):
             raise CheckpointError(f"{path} must be written with pickle protocol 2, the default of torch.save: load the file in "
                                   "the program that wrote it, and save the tensors again without pickle_protocol=") from error
@@ -76,6 +78,12 @@ def load(path: Path) -> Dictionary:
         raise CheckpointError(f"{path} is not a checkpoint: the file contains a {type(content).__name__}, not a dictionary of "
                               "tensors")
     return content
+
+
+def _raise_system_error(error: Exception) -> None:
+    """Raises an error of the system, such as a lost connection to a network file system: the file may be undamaged."""
+    if isinstance(error, OSError) and error.errno != errno.EINVAL:       # EINVAL: a damaged file names a negative position
+        raise error
 
 
 def _require_plain(path: Path) -> None:
@@ -236,6 +244,7 @@ def _check_zip(path: Path) -> None:
     except CheckpointError:
         raise
     except Exception as error:           # zipfile raises many error classes for damaged files
+        _raise_system_error(error)
         raise CheckpointError(f"{path} cannot be read as a checkpoint: the file is truncated or damaged ({error}). Copy or "
                               "download the file again") from error
 

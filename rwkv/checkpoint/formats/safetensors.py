@@ -44,7 +44,7 @@ def read(path: Path) -> Content:
         metadata = file.metadata() or {}
         names = [name for name in file.keys() if not is_counter(name, file.get_slice(name).get_shape())]  # noqa: SIM118
         tensors = {name: _stored_tensor(path, file, name) for name in names}
-    except CheckpointError:
+    except (CheckpointError, OSError):   # OSError: the file system cannot map files into memory, for example
         raise
     except Exception as error:           # the library raises exceptions of many classes
         raise CheckpointError(f"{path} cannot be read as .safetensors: the file is truncated, damaged or in a newer format "
