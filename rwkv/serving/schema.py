@@ -13,7 +13,7 @@ import math
 import re
 import secrets
 from codecs import BOM_UTF8
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, fields, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -46,6 +46,7 @@ Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1 re
 # OpenAI's API allows names of up to 64 letters, digits, _ and -, Anthropic's up to 128. Names of MCP's tools may have . and /
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_./-]{1,128}$(?!\n)")]
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
+Choices = Annotated[list[str], msgspec.Meta(min_length=1)]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 # This server does not have the samplers with these options. The listed values turn a sampler off.
@@ -56,14 +57,19 @@ OFF: dict[str, tuple[object, ...]] = {
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "min_tokens": (0,), "ignore_eos": (False,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
-    "length_penalty": (1,), "early_stopping": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,)}
+    "length_penalty": (1,), "early_stopping": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "safe_prompt": (False,)}
+CONSTRAINTS = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}  # vLLM's names, with Constraint's kinds
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+ANY_OBJECT: JsonObject = {"type": "object"}
 CONTINUATION = ("add_generation_prompt", "continue_final_message")       # the options in NEUTRAL that chat completions support
 # The server ignores the parameters of the samplers in OFF, and options for loading and memory, because the size of a state is
 # constant and the model stays loaded.
 WITHOUT_EFFECT = (
     "mirostat_eta", "mirostat_tau", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
     "dry_sequence_breakers", "dynatemp_exponent", "smoothing_curve", "repeat_last_n", "num_ctx", "num_batch", "num_keep",
-    "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "keep_alive", "cache_prompt")
+    "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "keep_alive", "cache_prompt",
+    "guided_decoding_backend")
 
 
 Ignored = Any                            # a field that is accepted and has no effect
@@ -105,6 +111,45 @@ class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
     definition: Annotated[str, msgspec.Meta(min_length=1)]
 
 
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's constraints on the answer, of which a request may have one."""
+
+    json: str | JsonObject | None = None         # a schema, or the text of a schema
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None           # in Lark's syntax
+
+
+class Constraint(NamedTuple):
+    """A request's constraint on the answer.
+
+    Attributes:
+        field: the field's path in the request.
+        kind: "json", "regex", "choice" or "lark".
+        value: the schema, regular expression, list of texts, or grammar.
+    """
+
+    field: str
+    kind: str
+    value: Any
+
+    def grammar(self) -> Grammar:
+        """Returns the grammar. Raises UserError or ApiError for an invalid value."""
+        constructors: dict[str, Callable[[Any, str], Grammar]] = {
+            "json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "lark": Grammar.lark}
+        value = self.value
+        if self.kind == "lark" and GBNF_RULE.search(value):      # llguidance's converter changes the grammar's language
+            raise ApiError(400, f"{self.field} must be a grammar in Lark's syntax, with rules such as start: \"yes\" | \"no\". "
+                                "GBNF, whose rules contain ::=, is not supported", self.field)
+        if self.kind == "json" and isinstance(value, str):
+            try:
+                value = msgspec.json.decode(value)
+            except (msgspec.DecodeError, RecursionError):
+                raise ApiError(400, f"{self.field} must be a JSON schema, or the text of one", self.field) from None
+        return constructors[self.kind](value, self.field)
+
+
 def _request_field(item: Field) -> tuple[str, object, None]:
     """Returns the request field for a field of Sampling: the name, the type with range and help text, and the default."""
     low, high = item.metadata["served"] or (item.metadata["least"], item.metadata["most"])
@@ -129,6 +174,7 @@ class SharedFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stop: str | list[str] | None = None
     seed: Seed | None = None
+    random_seed: Seed | None = None      # Mistral's name of seed
     state: StateId | None = None         # the state that the prompt continues
     save_state: bool | None = None       # save each sequence's final state
     user: Ignored = None
@@ -141,9 +187,10 @@ class SharedFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
     def first_seed(self) -> int:
         """Returns the seed of the first sequence, from 0 to 2**63 - 1 - MOST_ROWS. Further sequences count up from there."""
-        if self.seed is None or self.seed == -1:
-            return secrets.randbelow(2**62)
-        return self.seed % (2**63 - MOST_ROWS)
+        seeds = {seed for seed in (self.seed, self.random_seed) if seed not in (None, -1)}
+        if len(seeds) > 1:
+            raise ApiError(400, "random_seed conflicts with seed: send only one of the two", "random_seed")
+        return seeds.pop() % (2**63 - MOST_ROWS) if seeds else secrets.randbelow(2**62)
 
 
 if TYPE_CHECKING:
@@ -170,6 +217,11 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None   # Ollama's name for response_format
     grammar: GrammarText | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | JsonObject | None = None          # this field and the next three have these names in vLLM before 0.12
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     store: Ignored = None
     metadata: Ignored = None
 
@@ -180,32 +232,41 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
                            "stop")
         return stops
 
-    def answer_grammar(self) -> Grammar | None:
-        """Returns the grammar from the field grammar, format or response_format, or None if the answer may be any text.
+    def constraint(self) -> Constraint | None:
+        """Returns the constraint on the answer, or None if the answer may be any text.
 
-        Raises ApiError if two of these fields are present.
+        Raises ApiError if the request has more than one constraint.
         """
-        formatted = self.response_format is not None and not isinstance(self.response_format, TextFormat)
-        used = [name for name, present in (("grammar", self.grammar is not None), ("format", bool(self.format)),
-                                           ("response_format", formatted)) if present]
-        if len(used) > 1:
-            raise ApiError(400, f"{used[0]} conflicts with {used[1]}: send only one of the two", used[0])
+        first = None
+        for constraint in self._constraints():
+            if first is None:
+                first = constraint
+            elif constraint[1:] != first[1:]:            # guidance sends equal structured_outputs and guided_grammar
+                field, other = (each.field.partition(".")[0] for each in (first, constraint))
+                if field == other:
+                    field, other = first.field, constraint.field
+                raise ApiError(400, f"{field} conflicts with {other}: send only one of the two", field)
+        return first
+
+    def _constraints(self) -> Iterator[Constraint]:
         if self.grammar is not None:
-            constructor = Grammar.lark if self.grammar.syntax == "lark" else Grammar.regex
-            return constructor(self.grammar.definition, "grammar.definition")
+            yield Constraint("grammar.definition", self.grammar.syntax, self.grammar.definition)
         if self.format:
-            return Grammar.json_schema({"type": "object"} if self.format == "json" else self.format, "format")
+            yield Constraint("format", "json", ANY_OBJECT if self.format == "json" else self.format)
         if isinstance(self.response_format, ObjectFormat):
-            field = "schema" if self.response_format.value is None else "value"
-            schema = getattr(self.response_format, field)
-            if field == "value" and self.response_format.schema is not None:
-                raise ApiError(400, "response_format.value conflicts with response_format.schema: send only one of the two",
-                               "response_format.value")
-            return (Grammar.json_schema({"type": "object"}, "response_format") if schema is None else
-                    Grammar.json_schema(schema, f"response_format.{field}"))
+            schemas = {"value": self.response_format.value, "schema": self.response_format.schema}
+            yield from (Constraint(f"response_format.{name}", "json", schema) for name, schema in schemas.items()
+                        if schema is not None)
+            if not any(schema is not None for schema in schemas.values()):
+                yield Constraint("response_format", "json", ANY_OBJECT)
         if isinstance(self.response_format, SchemaFormat):
-            return Grammar.json_schema(self.response_format.json_schema.schema, "response_format.json_schema.schema")
-        return None
+            yield Constraint("response_format.json_schema.schema", "json", self.response_format.json_schema.schema)
+        for source, prefix, path in ((self, "guided_", "guided_"), (self.structured_outputs, "", "structured_outputs.")):
+            for name, kind in CONSTRAINTS.items():
+                if (value := getattr(source, f"{prefix}{name}", None)) is not None:
+                    yield Constraint(f"{path}{name}", kind, value)
+        if self.structured_outputs is not None and self.structured_outputs.json_object:
+            yield Constraint("structured_outputs.json_object", "json", ANY_OBJECT)
 
     def sampling(self, default: Sampling, tokenizer: Tokenizer) -> Sampling:
         """Returns the sampling options of the request. Options that the request does not set come from `default`.
@@ -344,7 +405,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: MaxTokens | None = None
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None        # [] counts as absent
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
+    tool_choice: Literal["none", "auto", "required", "any"] | ToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None  # some clients send it here, others in chat_template_kwargs
     reasoning_effort: Effort | None = None

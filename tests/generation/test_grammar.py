@@ -50,6 +50,16 @@ def count_finished(schema: dict[str, Any], samples: list[Sample]) -> int:
     return len(ended)
 
 
+def test_a_choice_is_one_of_its_texts() -> None:
+    choices = ['a"b', "\n\x01\\", "\x7f", "/x/", "a|b", "%json", "\u2028", "yes", "yes, sir"]
+    for sample in texts(Grammar.choice(choices), n=20):
+        assert sample.text in choices
+    for choice in (*choices, ""):
+        assert {sample.text for sample in texts(Grammar.choice([choice]))} == {choice}
+    labels = [f"label {number}" for number in range(5000)]
+    assert {sample.text for sample in texts(Grammar.choice(labels))} <= {*labels}
+
+
 def test_every_finished_text_is_valid() -> None:
     ended = 0
     for number, schema in enumerate(SCHEMAS):

@@ -176,6 +176,17 @@ def test_minus_one_means_no_value(api: httpx.Client) -> None:
     assert chat(api, model="") == chat(api, model=None)
 
 
+def test_names_of_mistral_s_clients(api: httpx.Client, g1: Running) -> None:
+    assert chat(api, seed=None, random_seed=3) == chat(api, seed=3) == chat(api, seed=3, random_seed=3)
+    assert completion(api, seed=None, random_seed=3) == completion(api, seed=3)
+    check_error(api.post("/chat/completions", json={**CHAT, "random_seed": 2}), "random_seed")
+    assert chat(api, safe_prompt=False) == chat(api)
+    check_error(api.post("/chat/completions", json={**CHAT, "safe_prompt": True}), "safe_prompt")
+    body = {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "any", "max_tokens": 400}
+    answer = httpx.post(f"{g1.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f", answer.text
+
+
 def test_options_without_effect_are_accepted(api: httpx.Client) -> None:
     assert chat(api, logprobs=False, top_logprobs=0) == chat(api, top_logprobs=0) == chat(api)
     answers = [api.post("/completions", json={**COMPLETION, "n": 2, **fields}).json()["choices"]
@@ -189,7 +200,7 @@ def test_json_object_may_have_a_schema(api: httpx.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"const": 3}}, "required": ["a"], "additionalProperties": False}
     assert json.loads(chat(api, response_format={"type": "json_object", "schema": schema}, max_tokens=200)) == {"a": 3}
     assert json.loads(chat(api, response_format={"type": "json_object", "value": schema}, max_tokens=200)) == {"a": 3}    # TGI
-    both = {"type": "json_object", "schema": schema, "value": schema}
+    both = {"type": "json_object", "schema": schema, "value": {"type": "object"}}
     check_error(api.post("/chat/completions", json={**CHAT, "response_format": both}), "response_format.value")
     for name in ({}, {"name": "Result[int]"}):           # llama.cpp, LM Studio and Perplexity require no name, and ignore it
         answer = chat(api, response_format={"type": "json_schema", "json_schema": {**name, "schema": schema}}, max_tokens=200)

@@ -130,6 +130,27 @@ def test_grammars(g1_api: "openai.OpenAI") -> None:
     assert_valid(TIME, completion.choices[0].text)
 
 
+def test_vllm_s_constraints(g1_api: "openai.OpenAI") -> None:
+    """vLLM's clients, such as outlines and guidance, send structured_outputs, and older ones guided_json and the like."""
+    def texts(kind: str, value: Any) -> set[str]:
+        forms: list[dict[str, Any]] = [{"structured_outputs": {kind: value}}, {f"guided_{kind}": value}]
+        chats = [ask(g1_api, extra_body=form).choices[0].message.content for form in forms]
+        completions = [g1_api.completions.create(model="tiny", prompt="x", extra_body=form, max_tokens=800).choices[0].text
+                       for form in forms]
+        return {*chats, *completions}
+
+    assert texts("choice", ["yes", 'no "way"']) <= {"yes", 'no "way"'}
+    assert texts("regex", "(yes|no){2}") <= {"yesyes", "yesno", "noyes", "nono"}
+    assert texts("grammar", 'start: "a" "b"') == {"ab"}
+    for schema in (TIME, json.dumps(TIME)):
+        for text in texts("json", schema):
+            assert_valid(TIME, text)
+    both = {"structured_outputs": {"grammar": 'start: "a"'}, "guided_grammar": 'start: "a"'}        # guidance sends both
+    assert ask(g1_api, extra_body=both).choices[0].message.content == "a"
+    answer = ask(g1_api, extra_body={"structured_outputs": {"json_object": True}}).choices[0].message.content
+    assert isinstance(json.loads(answer), dict)
+
+
 def test_a_blank_line_does_not_end_json(client: "openai.OpenAI") -> None:
     for seed in range(5):                # the template world ends an answer at a blank line
         answer = ask(client, response_format=form(CITY), seed=seed, temperature=2)
@@ -145,6 +166,10 @@ def test_a_blank_line_does_not_end_json(client: "openai.OpenAI") -> None:
     ({"grammar": {"syntax": "regex", "definition": "a("}}, "grammar.definition"),
     ({"grammar": {"syntax": "lark", "definition": ""}}, "grammar.definition"),
     ({"grammar": "a"}, "grammar"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.regex"),
+    ({"guided_choice": ["a"], "response_format": form(CITY)}, "response_format"), ({"guided_choice": []}, "guided_choice"),
+    ({"guided_json": "{"}, "guided_json"), ({"guided_json": "[]"}, "guided_json"),
+    ({"guided_grammar": 'root ::= "a"'}, "guided_grammar"),
     ({"tools": [tool("a"), tool("b", {"type": "object", "properties": {"x": {"if": {}}}})], "tool_choice": "required"},
      "tools[1].function.parameters.properties.x")])
 def test_what_a_schema_cannot_enforce_is_a_400(g1: Running, options: dict[str, Any], param: str) -> None:

@@ -97,6 +97,13 @@ class Grammar:
         return cls.only(Part.of("lark_grammar", content, where))
 
     @classmethod
+    def choice(cls, texts: Sequence[str], where: str = "choice") -> "Grammar":
+        """Returns a grammar of exactly these texts, at least one."""
+        require_unicode("".join(texts))
+        texts_in_lark = " | ".join(map(_literal, texts))         # one terminal, because llguidance limits their number
+        return cls.only(Part.of("lark_grammar", f"start: CHOICE\nCHOICE: {texts_in_lark}", where))
+
+    @classmethod
     def calls(cls, start: tuple[str, str], functions: Sequence[tuple[str, Schema, str]], closing: str,
               written: str = "") -> "Grammar":
         """Returns a grammar of exactly one tool call.
@@ -185,7 +192,7 @@ class Grammar:
 
 
 def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\x7f")           # JSON does not escape it, but Lark must
 
 
 def _schema_part(schema: Schema, where: str) -> Part:

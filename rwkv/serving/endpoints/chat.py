@@ -201,9 +201,10 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
         think: whether the answer may begin with thoughts.
         in_text: whether the prompt contains the beginning of the answer's text; the grammar then constrains only the rest.
     """
-    answer = body.answer_grammar()
-    if answer and in_text and body.grammar is None:
-        field = "format" if body.format else "response_format"
+    constraint = body.constraint()
+    answer = constraint.grammar() if constraint else None
+    if constraint and in_text and constraint.kind == "json":
+        field = constraint.field.partition(".")[0]
         raise ApiError(400, f"{field} conflicts with continuing the last message, because JSON cannot begin inside a text",
                        field)
     callable_tools = body.callable_tools() if tools else []

@@ -45,8 +45,10 @@ def completion_sequences(service: Service, body: CompletionRequest, owner: str) 
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs requires a prompt with at least one token, even if state is set", "echo")
     stops = usual.stop if body.stop is None else body.stops()
+    constraint = body.constraint()
     first = EngineRequest("", body.first_seed(), stopping_criteria(service, maximum, stops),
-                          body.sampling(usual.sampling, service.tokenizer), body.logprobs, echoed, body.answer_grammar())
+                          body.sampling(usual.sampling, service.tokenizer), body.logprobs, echoed,
+                          constraint.grammar() if constraint else None)
     sequences = [sequence for ids in prompts
                  for sequence in make_sequences(service, body, replace(first, prompt=ids), n, start, owner, model)]
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
 import msgspec
 from starlette.requests import Request
@@ -53,7 +54,8 @@ def _translate(service: Service, raw_body: bytes, owner: str) -> tuple[list[Gene
     def render(events: list[Event]) -> JsonObject:
         tokens = sum(event.prompt_tokens for event in events)
         encode = _little_endian_base64 if body.encoding_format == "base64" else list
-        return {"object": "list", "model": model or service.model,
+        return {"id": f"embd-{uuid4().hex}",             # Mistral's client requires an id
+                "object": "list", "model": model or service.model,
                 "data": [{"object": "embedding", "index": index, "embedding": encode(event.embedding or [])}
                          for index, event in enumerate(events)],
                 "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}

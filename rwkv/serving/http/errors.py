@@ -16,6 +16,7 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 STATE_GONE = "state_not_found"           # the error code for an unknown, deleted, evicted or lost state
 RETRY_AFTER = 1                          # seconds
 SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
+CHECKED_LATER = ("messages", "tools", "response_format", "format", "grammar", "structured_outputs", "guided_")   # by UserErrors
 PLACE = re.compile(r"[a-z_]\w*(?:\[\d+\]|\.\w+)*")       # messages[1].content
 
 
@@ -48,7 +49,7 @@ def user_error(error: UserError) -> ApiError:
     """Returns an ApiError with status 400 for a user's mistake. If the message begins with a field, param is this field."""
     message = str(error)
     word = message.split(maxsplit=1)[0].rstrip(":,")
-    is_field = word.startswith(("messages", "tools", "response_format", "format", "grammar")) or word in SAMPLING_FIELDS
+    is_field = word.startswith(CHECKED_LATER) or word in SAMPLING_FIELDS
     return ApiError(400, message, word if is_field else None)
 
 
