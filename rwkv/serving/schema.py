@@ -15,6 +15,7 @@ import secrets
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, fields, replace
+from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -101,7 +102,11 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SchemaFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_unknown_fields=True):
-    json_schema: JsonSchema
+    json_schema: JsonSchema | None = None
+    schema: JsonObject | None = None     # llama.cpp and Together also allow the schema here
+    name: Ignored = None
+    description: Ignored = None
+    strict: Ignored = None
 
 
 class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
@@ -260,7 +265,14 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
             if not any(schema is not None for schema in schemas.values()):
                 yield Constraint("response_format", "json", ANY_OBJECT)
         if isinstance(self.response_format, SchemaFormat):
-            yield Constraint("response_format.json_schema.schema", "json", self.response_format.json_schema.schema)
+            nested = self.response_format.json_schema
+            if nested is None and self.response_format.schema is None:
+                raise ApiError(400, "response_format.json_schema is required, because response_format.type is json_schema",
+                               "response_format.json_schema")
+            if nested is not None:
+                yield Constraint("response_format.json_schema.schema", "json", nested.schema)
+            if self.response_format.schema is not None:
+                yield Constraint("response_format.schema", "json", self.response_format.schema)
         for source, prefix, path in ((self, "guided_", "guided_"), (self.structured_outputs, "", "structured_outputs.")):
             for name, kind in CONSTRAINTS.items():
                 if (value := getattr(source, f"{prefix}{name}", None)) is not None:
@@ -581,8 +593,12 @@ def read(body: bytes, kind: type[Body]) -> Body:
     try:
         try:
             return msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError:
-            return _read_leniently(msgspec.json.decode(body), kind)
+        except msgspec.ValidationError as error:
+            try:
+                fields = msgspec.json.decode(body)
+            except msgspec.ValidationError:              # a number is too large for float64; this error has no field's name
+                raise error from None
+            return _read_leniently(fields, kind)
     except msgspec.ValidationError as error:
         raise _type_error(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -677,15 +693,44 @@ def _type_error(error: msgspec.ValidationError, kind: type) -> ApiError:
     if kind in (ChatRequest, ResponseRequest) and field in UNSUPPORTED and field in kind.__struct_fields__:
         return ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter")
     where = (path and path[1]) or "the body"
+    return ApiError(400, f"{where}{_problem(message, kind, where)}"[:LONGEST_ERROR], param[:LONGEST_ERROR] or None,
+                    "unknown_parameter" if unknown else None)
+
+
+def _problem(message: str, kind: type, where: str) -> str:
+    """Returns what is wrong in words that follow the field's path. The words repeat names and values of the request."""
+    wrong = re.match(r"Invalid (?:enum )?value ('.*')", message)
+    if wrong and (values := _allowed_values(kind, where)):
+        return f" must be {'one of ' * (len(values) > 1)}{', '.join(values)}; got {wrong[1][:100]}"
+    if "matching regex" in message:      # only ToolName has a pattern
+        return " must have 1 to 128 characters, each a letter, a digit, _, -, . or /"
     problem = re.sub("(?<=xpected )`[^`]*`|(?<=got )`[^`]*`", _json_type_names, message.partition(" - at ")[0]).replace("`", "")
-    text = f"{where}: {problem[:1].lower()}{problem[1:]}"        # repeats names and values of the request
-    return ApiError(400, text[:LONGEST_ERROR], param[:LONGEST_ERROR] or None, "unknown_parameter" if unknown else None)
+    return f": {problem[:1].lower()}{problem[1:]}"
+
+
+def _allowed_values(kind: type, path: str) -> list[str]:
+    """Returns the strings that a field may have, sorted. `path` is the field's path in msgspec's errors."""
+    schema, components = schema_of(kind)
+
+    def alternatives(schema: JsonObject) -> Iterator[JsonObject]:
+        if "$ref" in schema:
+            schema = components[schema["$ref"].rpartition("/")[2]]
+        yield schema
+        for alternative in schema.get("anyOf", ()):
+            yield from alternatives(alternative)
+
+    schemas = [*alternatives(schema)]
+    for step in re.findall(r"[^.\[]+", path):
+        below = [each.get("items") if step.endswith("]") else each.get("properties", {}).get(step) for each in schemas]
+        schemas = [alternative for each in below if each for alternative in alternatives(each)]
+    return sorted({value for each in schemas for value in each.get("enum", ())} - {""})
 
 
 def _json_type_names(match: re.Match[str]) -> str:
     return " or ".join(JSON_TYPES.get(name, name) for name in match[0].strip("`").split(" | "))
 
 
+@cache
 def schema_of(kind: type) -> tuple[JsonObject, JsonObject]:
     (schema,), components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
     return schema, components

@@ -205,6 +205,8 @@ def test_json_object_may_have_a_schema(api: httpx.Client) -> None:
     for name in ({}, {"name": "Result[int]"}):           # llama.cpp, LM Studio and Perplexity require no name, and ignore it
         answer = chat(api, response_format={"type": "json_schema", "json_schema": {**name, "schema": schema}}, max_tokens=200)
         assert json.loads(answer) == {"a": 3}
+    flat = {"type": "json_schema", "name": "a", "strict": True, "schema": schema}        # llama.cpp and Together
+    assert json.loads(chat(api, response_format=flat, max_tokens=200)) == {"a": 3}
     wrong = {"type": "json_object", "schema": {"type": "nothing"}}
     check_error(api.post("/chat/completions", json={**CHAT, "response_format": wrong}), "response_format.schema")
 
@@ -237,6 +239,24 @@ def test_a_value_of_another_type_is_refused_in_words(api: httpx.Client, field: s
     assert message.startswith(f"{field}: ")
     assert words in message
     assert not re.search(r"`|\b(int|str|bool|float|None)\b", message)
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({"reasoning_effort": "ultra"}, "reasoning_effort", ["minimal", "xhigh", "ultra"]),
+    ({"tool_choice": {"type": "auto"}}, "tool_choice.type", ["function", "allowed_tools"]),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", ["function"]),
+    ({"tools": [{"type": "function", "function": {"name": "my tool"}}]}, "tools[0].function.name", ["letter"]),
+    ({"response_format": {"type": "xml"}}, "response_format.type", ["json_schema", "text"])], ids=str)
+def test_the_values_that_a_field_may_have_are_named(api: httpx.Client, fields: dict[str, Any], param: str,
+                                                    words: list[str]) -> None:
+    answer = api.post("/chat/completions", json={**CHAT, **fields})
+    check_error(answer, param)
+    assert all(word in answer.json()["error"]["message"] for word in words), answer.text
+
+
+def test_a_number_that_is_too_large_is_named(api: httpx.Client) -> None:
+    answer = api.post("/completions", content=b'{"prompt": "a", "temperature": 1e999}')
+    check_error(answer, "temperature")
 
 
 def test_an_error_does_not_repeat_a_long_value(api: httpx.Client) -> None:
