@@ -45,6 +45,7 @@ from typing import TYPE_CHECKING
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.chat.thoughts import THOUGHT_STARTS, Think
+from rwkv.cli.garbage import without_garbage_collection
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.lines import count_of
@@ -92,6 +93,7 @@ def run_engine(connection: Connection, config: ServeConfig, user_keys: Collectio
     worker.main(connection, config, partial(load, user_keys=user_keys))
 
 
+@without_garbage_collection()
 def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     """Loads the model and the adapters. `user_keys` has the options that the user has set."""
     import torch
