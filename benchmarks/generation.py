@@ -381,8 +381,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
                         help=", ".join(WIDTHS))
     parser.add_argument("--batch", type=any_sizes, default=[1, 8], metavar="B,...")
     parser.add_argument("--prompt", type=at_least(1), default=512, metavar="TOKENS")
-    parser.add_argument("--peers", type=program, metavar="PYTHON", help="of an environment with PyPI's rwkv and transformers")
-    parser.add_argument("--llama", type=program, metavar="PYTHON", help="of an environment with llama-cpp-python")
+    parser.add_argument("--peers", type=program, metavar="PYTHON", help="Python with PyPI's rwkv and transformers")
+    parser.add_argument("--llama", type=program, metavar="PYTHON", help="Python with llama-cpp-python")
     parser.add_argument("--rwkv-cpp", type=existing_folder, metavar="FOLDER",
                         help="a checkout of rwkv.cpp with librwkv.so built")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the result to this file")

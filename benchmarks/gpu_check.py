@@ -199,11 +199,11 @@ def report(rows: Rows) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description="All checks of a GPU, at once.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description="Runs all GPU checks.")
     parser.add_argument("out", type=path_of)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same with small shapes, as a trial")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a trial run, with small shapes")
     parser.add_argument("--budget", type=float,
-                        help=f"seconds in all; default: {BUDGET_S:.0f}, on a CPU {PATIENCE['cpu'] * BUDGET_S:.0f}")
+                        help=f"seconds for all parts; default: {BUDGET_S:.0f}, on a CPU {PATIENCE['cpu'] * BUDGET_S:.0f}")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...",
                         help=", ".join(part.name for part in PARTS))
     return parser.parse_args(argv)

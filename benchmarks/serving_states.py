@@ -259,7 +259,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--tokens", nargs="+", type=at_least(1), default=[1000, 20_000], metavar="N")
     parser.add_argument("--clients", type=at_least(1), default=64, metavar="N")
-    parser.add_argument("--seconds", type=above_zero, default=60, metavar="S", help="of each load, over all turns")
+    parser.add_argument("--seconds", type=above_zero, default=60, metavar="S", help="duration of each load, over all turns")
     parser.add_argument("--turns", type=at_least(1), default=5, metavar="N")
     return parse_arguments(parser, argv)
 

@@ -334,7 +334,7 @@ class _Direct(ReverseOnly):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         require_no_legacy_batch(grads)
         tensors = (*ctx.saved_tensors, *grads[:ctx.function.n_gradients])
-        if torch.is_grad_enabled() or transforms_active():               # create_graph=True, or vmap of torch.autograd.grad
+        if torch.is_grad_enabled() or transforms_active():             # under create_graph=True, or vmap of torch.autograd.grad
             gradients = _Backward.apply(ctx.function, *tensors)
         else:
             gradients = _tuple(ctx.function.operator.backward(*tensors))

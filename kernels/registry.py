@@ -121,7 +121,7 @@ def load(op: str, name: str) -> ModuleType:
     """
     if name not in names(op):
         raise UnknownKernel(f"{op} has no implementation {name!r}: choose one of {', '.join(names(op))}")
-    if not name.isidentifier():          # it is part of the name of an operator of torch
+    if not name.isidentifier():          # the name is part of a torch operator's name
         raise KernelUnavailable(f"kernels/{op}/{name}.py must have a name of letters, digits and underscores")
     try:
         module = importlib.import_module(f"kernels.{op}.{name}")

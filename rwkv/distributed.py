@@ -65,11 +65,11 @@ def launch(count: int, signals: Iterable[int]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _use_loopback()
-    for name in logging.root.manager.loggerDict:         # their messages would repeat each process's error
+    for name in logging.root.manager.loggerDict:         # these loggers would repeat each process's error
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        with TemporaryDirectory(prefix="timemix-", ignore_cleanup_errors=True) as logs:      # torch would not remove its own
+        with TemporaryDirectory(prefix="timemix-", ignore_cleanup_errors=True) as logs:      # torch leaves its own log folder
             config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
                                   rdzv_backend="c10d", rdzv_endpoint=f"{LOOPBACK}:0", local_addr=LOOPBACK,
                                   signals_to_handle=",".join(signal.Signals(number).name for number in signals),

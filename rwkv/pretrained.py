@@ -170,7 +170,7 @@ class RWKV(Model):
             low_rank = kind == "cpu" and _has_half_low_rank(checkpoint, name)
             return group(name) in MATRICES or (low_rank and tensor.dtype == torch.bfloat16)
 
-        in_use = {name for name, tensor in stored.items() if tensor.lending.lent}       # by a model that may have changed them
+        in_use = {name for name, tensor in stored.items() if tensor.lending.lent}       # a model may have changed these tensors
 
         def drop_pages_of_original(name: str) -> None:
             original = stored[f"{name}.weight"]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from kernels.registry import Requires
 
-if hasattr(signal, "SIGHUP"):            # nohup ignores it, also in the processes that tests start
+if hasattr(signal, "SIGHUP"):            # under nohup the tests' processes would ignore this signal
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Without byte code, each of the many processes would compile every module again. PYTHONPYCACHEPREFIX would keep the byte code

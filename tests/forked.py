@@ -139,6 +139,6 @@ class _Engine(multiprocessing.context.ForkProcess):
 def _is_socket_or_file(number: int) -> bool:
     try:
         mode = os.fstat(number).st_mode
-    except OSError:                      # the descriptor that listed the others is closed already
+    except OSError:                      # the descriptor of the listed folder is closed already
         return False
     return stat.S_ISSOCK(mode) or stat.S_ISREG(mode)

@@ -83,7 +83,7 @@ RULES = [
          f"{ANEW.replace(LENGTH, '')} trainer.max_tokens=1024 data.val_documents=20"),
     Rule(r"python train\.py data=mix", f"{ANEW} {LITTLE_TEXT} data.tokenizer=byte"),
     not_run(r"python train\.py trainer=fsdp( trainer\.devices=8 .*)?$", "takes all GPUs"),
-    Rule(r"python train\.py resume=auto", "trainer.max_steps=6"),        # all other options are the run's
+    Rule(r"python train\.py resume=auto", "trainer.max_steps=6"),        # keeps the run's other options
     Rule(r"python train\.py init_from=\S+ data=chat", f"{TRAIN} model.ctx_len=256 {LITTLE_TEXT}"),
     Rule(r"python train\.py init_from=", f"{TRAIN} model.ctx_len=32 {LITTLE_TEXT}"),
     Rule(r"python train\.py experiment=rwkv7_minipile", f"{ANEW} trainer.max_tokens=null data.batch_size=2 {LITTLE_TEXT}"),

@@ -73,7 +73,7 @@ RULES = (
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
     Rule(r"rwkv\.serving\.(?!(engine\.worker|states\.store)$).*",
          r"torch|rwkv\.(generation(?!\.(grammar|request|stopping))|model|pretrained|checkpoint)"),
-    Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # a model is given its operator
+    Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # models receive operators
     Rule(r"rwkv\.(cli(\.\w+)?|config(\.\w+)?|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report|doctor|smoke|completion))",
          r"torch|lightning|hydra|numpy",
          at_import_only=True),

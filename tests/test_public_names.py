@@ -45,7 +45,7 @@ class OtherTokenizer:
 
 
 def test_the_public_names_are_listed() -> None:
-    """Completion in a notebook and help(rwkv) use the list."""
+    """Completion in a notebook and help(rwkv) show the names in dir(rwkv)."""
     assert {*rwkv.__all__} <= {*dir(rwkv)}
 
 
@@ -130,7 +130,7 @@ def test_a_tokenizer_of_another_model_is_reported() -> None:
                  lambda: embed(model, BYTES, ["a"])):
         with pytest.warns(UserWarning, match="the tokenizer has 256 tokens, but the model has 512"):
             call()
-    generate(small_model(vocab_size=BYTES.vocab_size + 255), BYTES, "a")         # some models round the size up
+    generate(small_model(vocab_size=BYTES.vocab_size + 255), BYTES, "a")         # some vocabulary sizes are rounded up
 
 
 def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

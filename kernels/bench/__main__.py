@@ -52,7 +52,7 @@ UNSTEADY = "?"
 MAX_SPREAD = 0.25                        # the table shows a ratio only if both times have at most this spread
 # columns that divide by one of the machine's limits, and the limit's name
 RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}
-LIMIT = "limit"                          # the samples of a limit have the key (LIMIT, name), others (implementation, pass)
+LIMIT = "limit"                          # samples have the key (LIMIT, name) for a limit, and (implementation, pass) otherwise
 COLUMNS = {                              # the heading and format of each column
     "ms": ("ms", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
     "gflops": ("GFLOP/s", ".1f"),

@@ -85,7 +85,7 @@ def _rows(tensor: Tensor, lanes: int) -> Tensor:
 
 
 def _launch(kernels: tuple[Any, ...], lanes: int, shape: torch.Size, small: tuple[Tensor, ...], *tensors: Tensor) -> None:
-    """Launches a kernel. On a CPU, `kernels` are one for a single thread and one for several. On a GPU there is one kernel."""
+    """Launches a kernel. On a CPU, `kernels` has two: for one thread and for several. On a GPU it has one."""
     B, T, C = shape
     packed = torch.cat([_rows(tensor, lanes).view(-1) for tensor in small])  # passing one argument is faster
     if packed.is_cuda:

@@ -34,7 +34,7 @@ TOKENS = 8192                            # at most this many tokens of the text 
 MIN_TOKENS = 1024
 SEQUENCE = 512                           # tokens per sequence; the first is the end-of-text token
 WINDOW = 2048                            # inputs that share a matrix of moments; one for 8192 inputs would take 256 MiB
-BITS, HEAD_BITS = 4, 5                   # per integer; the head has more, because no later layer corrects its errors
+BITS, HEAD_BITS = 4, 5                   # bits per integer; more for the head, because no later layer corrects its errors
 
 
 def read_ids(path: Path, tokenizer: Tokenizer) -> Tensor:

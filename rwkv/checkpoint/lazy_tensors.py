@@ -183,7 +183,7 @@ class Stored:
     def _require_finite(self, data: Tensor, result: Tensor) -> None:
         if not data.dtype.is_floating_point:
             return
-        if is_finite(min(result, data, key=Tensor.element_size)):          # the narrower one is finite only if both are
+        if is_finite(min(result, data, key=Tensor.element_size)):          # if the narrower dtype is finite, so is the wider
             return
         if is_finite(data):
             raise CheckpointError(f"{self.source}: {self.name} has values up to {data.abs().max().item():g}, too large for "

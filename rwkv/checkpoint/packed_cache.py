@@ -29,7 +29,7 @@ from rwkv.io.cache import json_bytes, read_json
 
 MAX_BYTES = 32 * 2**30
 ENDS = 2**20                             # a sample covers this many bytes at each end of a file
-BLOCKS, BLOCK = 64, 2**16                # the number of blocks between them, and the bytes in each
+BLOCKS, BLOCK = 64, 2**16                # the number of blocks between the two ends, and the bytes in each block
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.)")              # this is in the name of each part of a split file
 ABANDONED = 24 * 3600                    # an incomplete file is deleted after this many seconds
 

@@ -18,7 +18,7 @@ from rwkv.model.base import Generation
 if TYPE_CHECKING:                        # so that mypy reports missing names
     _GENERATION: Generation = model
 
-FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"         # only RWKV-5 has these names; it also has time_first and time_mix_k
+FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"       # only RWKV-5 has these names; RWKV-5 also has time_first and time_mix_k
 
 GGUF_ARCHITECTURE = None
 HUGGING_FACE_TYPE = "rwkv"               # model_type in config.json

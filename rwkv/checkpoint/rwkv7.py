@@ -130,7 +130,7 @@ def official_name(name: str) -> str:
         return gguf[name]
     if match := re.fullmatch(r"blk\.(\d+)\.(.+)", name):
         return f"blocks.{match[1]}.{gguf.get(match[2], match[2])}"
-    if re.match(r"layers\.\d+\.|(embeddings|norm)\.", name):            # of a directory whose model has no head
+    if re.match(r"layers\.\d+\.|(embeddings|norm)\.", name):            # the directory's model has no head
         name = f"model.{name}"
     if match := re.fullmatch(r"((?:.*\.)?)((?:model|lm_head)\..*)", name):
         prefix, file_name = match.groups()

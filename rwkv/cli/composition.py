@@ -223,7 +223,7 @@ def _describe_error(error: "OmegaConfBaseException", schema: type, overrides: li
     if not key:                          # OmegaConf names no option if a list contains something other than mappings
         present = {*values, *itertools.chain.from_iterable(settings.options for settings in recipes.values())}
         key = next((name for name, item in options(schema).items() if name in present and item.type == list[JsonObject]), "")
-    # The first recipe that sets the option is the wrong one: experiment= may be a user's file, debug= never is
+    # The error is in the first recipe that sets the option: experiment= may be a user's file, debug= never is
     wrong = next((settings for settings in recipes.values() if key in settings.options or not key), None)
     where = ""
     if wrong is not None and key not in values:

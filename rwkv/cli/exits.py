@@ -13,7 +13,7 @@ from rwkv.errors import UserError, memory_message
 from rwkv.io import signals
 from rwkv.io.broken_pipe import abandon, discard_when_unread
 
-READER_GONE = 1                          # exit status when the reader of standard output has closed it
+READER_GONE = 1                          # exit status when the reader has closed standard output
 USER_ERROR = 2
 INTERRUPTED = 130
 

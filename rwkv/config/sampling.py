@@ -11,7 +11,7 @@ from rwkv.config.schema import GRAMMAR, TEXT, option
 from rwkv.config.values import biases, require_one_of, texts_and_ids, texts_or_whole_numbers, whole_number, whole_numbers
 from rwkv.errors import UserError
 
-SMALL = 1e-30                            # bounds of options that scale logits, which keep the logits in float32's range
+SMALL = 1e-30                            # bounds of options that scale logits, so that logits stay in float32's range
 LARGE = 1e30
 ORDERS = ("hf", "rwkv")
 

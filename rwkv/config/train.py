@@ -175,7 +175,7 @@ class TrainerConfig:
     val_tokens: int | None = option(None, "tokens per validation, from the start of the split; null: all", least=1)
     checkpoint_every: int = option(500, "checkpoint interval, in steps", least=1)
     keep_last: int = option(2, "latest checkpoints to keep, besides the best", least=1)
-    log_every: int = option(10, "logging interval, in steps; train/loss is the mean over it", least=1)
+    log_every: int = option(10, "logging interval, in steps; train/loss is the mean over the interval", least=1)
     grad_norms: bool = option(False, "log gradient norms per part of the model, before clipping")
     sample_every: int | None = option(None, "sampling interval, in steps (samples.jsonl); 0: no samples; null: val_every",
                                       least=0)

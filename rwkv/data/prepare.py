@@ -342,7 +342,7 @@ def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key:
     definition = read_json(path)
     if definition:
         return Tokenizer.from_dict(definition)
-    write_bytes(path, b"")               # raises before the training if the folder is not writable; read_json ignores it
+    write_bytes(path, b"")               # raises before training if the folder is not writable; read_json ignores an empty file
     log(labelled_line("loading", f"the text, to make a {config.tokenizer} tokenizer", sys.stderr))
     tokenizer = JsonTokenizer.train(_sample(sources), config.vocab_size) if config.tokenizer == "bpe" else _characters(sources)
     write_json(path, tokenizer.to_dict())

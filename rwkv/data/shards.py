@@ -41,7 +41,7 @@ from rwkv.tokenizer.lost_bytes import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import SafeSplit, pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-BATCH = 1 << 20                          # characters per call of the tokenizer, to bound its memory
+BATCH = 1 << 20                          # characters per call of the tokenizer, which bounds the call's memory
 SHARD = 1 << 23                          # characters in a shard
 MAX_WORKERS = 4                          # default maximum of concurrent shards: more would need memory without using more cores
 GZIP_BYTES = 16_000_000                  # bytes of validation text to compress with gzip -9, rounded up to whole documents

@@ -128,7 +128,7 @@ def require_model(value: object) -> None:
 
 
 def warn_of_other_tokenizer(model: Model, tokenizer: Tokenizer) -> None:
-    """Warns the caller's caller if the model has many more tokens than the tokenizer, so another one was used in training."""
+    """Warns the caller's caller if the model has many more tokens than the tokenizer, and so had another tokenizer."""
     if tokenizer.vocab_size + MAX_UNUSED_ROWS < model.vocab_size:
         warnings.warn(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model has {model.vocab_size}: use the "
                       "tokenizer that the model was trained with, because another one's ids have other meanings", stacklevel=3)
@@ -377,7 +377,7 @@ class Engine:
         if len(positions) == len(self._rows):
             return
         self._logits = self._logits[to_device(torch.tensor(positions, dtype=torch.int64, device="cpu"), self._logits.device)]
-        self._decoder.keep(positions)    # comes after the copy, because it may overwrite the logits
+        self._decoder.keep(positions)    # comes after the copy of the logits, which keep() may overwrite
         if self._drawn is not None:
             self._drawn = self._drawn[positions]
         self._rows = [self._rows[position] for position in positions]

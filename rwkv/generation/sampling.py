@@ -255,7 +255,7 @@ def adjust_logits(logits: Tensor, options: Sampling, penalties: AllPenalties | N
         logits.index_fill_(1, to_device(torch.tensor([*options.banned]), logits.device), -torch.inf)
     if not penalties:
         return logits
-    return cast(Any, type(penalties[0])).apply_all(logits, penalties)    # works because all elements have the same class
+    return cast(Any, type(penalties[0])).apply_all(logits, penalties)    # all penalties are of one class
 
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:

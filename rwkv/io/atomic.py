@@ -81,7 +81,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     stays = path.is_dir() and (not any(path.iterdir()) or os.path.ismount(path) or path in (Path.cwd(), *Path.cwd().parents))
     temporary = (path if stays else path.parent) / f".{path.name}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)         # a killed process with the same pid may have left it
+    shutil.rmtree(temporary, ignore_errors=True)         # may be left from a killed process with the same pid
     temporary.mkdir()
     try:
         write(temporary)

@@ -11,7 +11,7 @@ def discard_when_unread(stream: TextIO | None) -> TextIO:
     is discarded.
     """
     if stream is None:
-        null = os.open(os.devnull, os.O_WRONLY)          # it stays open, like a standard stream
+        null = os.open(os.devnull, os.O_WRONLY)          # stays open, like a standard stream
         stream = os.fdopen(null, "w", encoding="utf-8", closefd=False)
     return cast(TextIO, _Unread(stream))
 

@@ -90,7 +90,7 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
 
     thread = threading.Thread(target=run, daemon=True)
     try:
-        thread.start()                   # a signal may arrive before it returns, when the thread already runs
+        thread.start()                   # a signal may interrupt start() after the thread has started
         while thread.is_alive():         # without a timeout, join() would miss a signal just before the wait
             thread.join(POLL_SECONDS)
         outcome.result()

@@ -423,7 +423,7 @@ class Model(nn.Module):
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Changes the weights' device or dtype. Remembers the fingerprint before rounding to float16, which would change it."""
-        weight = self.ln_out.weight      # unlike the embedding, it is never quantised
+        weight = self.ln_out.weight      # unlike the embedding, the norm is never quantised
         rounds = not weight.is_meta and function(weight.new_empty(0)).dtype == torch.float16 != weight.dtype
         before = self.fingerprint() if rounds else None
         super()._apply(function, recurse)

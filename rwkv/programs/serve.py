@@ -77,7 +77,7 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
 def _keys_in(path: str) -> list[str]:
     """Returns the API keys in a file, one per line. Raises UserError for a file without keys, which would open the server.
 
-    A line null is no key, as in api_key=null. Some programs write it if they find no key.
+    A line `null` is not a key, as in api_key=null. Some programs write null if they find no key.
     """
     name = f"api_key_file={path}"
     keys = [key for line in read_text(Path(path), name).split("\n") if (key := line.strip()) not in ("", "null")]

@@ -34,7 +34,7 @@ MOST_STOPS = 32
 LONGEST_ERROR = 400                      # characters
 MOST_ROWS = 128                          # maximum sequences in one request
 MOST_LOGPROBS = 20                       # maximum top log-probabilities per position, as in OpenAI's chat API
-MOST_ECHO_LOGPROBS = 5                   # the same with echo, which adds them for the prompt
+MOST_ECHO_LOGPROBS = 5                   # the maximum with echo, which also returns log-probabilities of the prompt
 MOST_TOOLS = 128                         # maximum tools in one request
 NO_LIMIT = -1                            # the number of tokens that clients without a limit send
 MOST_CORRECTED = 8                       # maximum nested places with unknown null fields, or with floats such as 2.0
@@ -638,7 +638,7 @@ def _drop_unknown_null(fields: Any, error: msgspec.ValidationError) -> bool:
 
 
 def _make_whole(fields: Any, error: msgspec.ValidationError) -> bool:
-    """Replaces the nested float that the error names, if it is a float such as 2.0, and returns whether it did.
+    """Replaces the nested float that the error names, if it is a float such as 2.0, and returns whether it was replaced.
 
     All such floats in the same list are replaced, because a prompt may consist of them.
     """

@@ -91,7 +91,7 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
     tokenizer = Tokenizer.from_dict(ready.tokenizer)
-    tokenizer.encode(LONG_TEXT)          # loads the library now, so that the first long prompt need not wait for it
+    tokenizer.encode(LONG_TEXT)          # loads the library, for which the first long prompt would wait
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     compilers = Compilers(ready.tokenizer)
     responses = Responses(config, engine)

@@ -78,7 +78,7 @@ class Vocabulary:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Returns the ids of each text. The library encodes the texts in parallel if they are long enough together.
 
-        In a forked child, it encodes them one by one, because it would wait for threads that only the parent has.
+        In a forked child, the library encodes one text at a time, because parallel work would wait for the parent's threads.
         """
         if not self._uses_library(sum(map(len, texts))):
             return [self._match(text.encode()) for text in texts]

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _local_models() -> list[tuple[str, int, str]]:
     """Returns the name, the size in bytes and a note for each run and each downloaded model.
 
-    Runs and the folders of sweeps are in runs/, or in this folder if out_dir= named them.
+    Lists the runs and sweeps in runs/, and those in the current folder, where out_dir=NAME creates them.
     """
     runs = sorted({*saved_runs(LATEST.parent), *saved_runs(Path())})
     return [*((str(run), size_on_disk(run / LAST), "a run") for run in runs),

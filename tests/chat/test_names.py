@@ -1,4 +1,4 @@
-"""Tests that the names of a file and of its model tell the chat template and the context length of a released model."""
+"""Tests that the names of a file and of its model determine the chat template and the context length of a released model."""
 
 from pathlib import Path
 

@@ -153,7 +153,9 @@ def template_file(folder: Path, text: str) -> ChatTemplate:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_end_of_an_answer_is_found(family: str) -> None:
-    """The end stops an answer and is trained on.
+
+
+    """The string that ends an answer is a stop string, and is trained on.
 
     A prompt is a prefix of the text in which its answer is trained on.
     """
@@ -261,7 +263,7 @@ def test_an_answer_without_content_is_its_refusal_or_nothing() -> None:
 
 
 def test_reasoning_is_another_name_of_reasoning_content() -> None:
-    """If a message has both, as some clients send them, reasoning_content counts."""
+    """If a message has both fields, as some clients send them, reasoning_content is used."""
     template = chat_template("g1")
     expected = template.render([TWO[0], {**TWO[1], "reasoning_content": "2 + 2"}, TWO[0]])
     for fields in ({"reasoning": "2 + 2"}, {"reasoning": "2 + 2", "reasoning_content": None},

@@ -54,7 +54,7 @@ def test_saving_and_loading_do_not_change_the_original(model: RWKV, saved_file: 
             weight.zero_()
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert same_weights(RWKV.from_pretrained(saved_file), model)
-    RWKV.from_pretrained(saved_file).save_pretrained(saved_file)       # overwrites the file that its weights are mapped from
+    RWKV.from_pretrained(saved_file).save_pretrained(saved_file)       # overwrites the file from which the weights are mapped
     assert same_weights(RWKV.from_pretrained(saved_file), model)
 
 
@@ -152,7 +152,7 @@ def test_a_run_directory_means_its_last_checkpoint(model: RWKV, tmp_path: Path) 
 @pytest.mark.parametrize("latest", ["link", "file", "none"])
 def test_the_newest_run_takes_the_place_of_a_deleted_latest_run(model: RWKV, tmp_path: Path, latest: str,
                                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    """A run may be deleted, in a temporary folder that was emptied, or on a disk that is not mounted."""
+    """The run may have been deleted, with its temporary folder or alone, or its disk may not be mounted."""
     runs = tmp_path / "runs"
     for age, name in enumerate(("sweep/one", "mine", "older")):
         last = runs / name / "checkpoints" / "last.ckpt"

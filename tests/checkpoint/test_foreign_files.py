@@ -107,7 +107,7 @@ def test_weights_inside_a_trainers_dictionary(model: RWKV, tmp_path: Path, suffi
 
 @pytest.mark.parametrize("file", ["model.pth", "model.safetensors"])
 def test_the_state_dict_of_an_averaged_model_is_read(model: RWKV, tmp_path: Path, file: str) -> None:
-    """It also counts the updates, in a tensor without dimensions."""
+    """The state dict also contains the number of updates, in a tensor without dimensions."""
     averaged = AveragedModel(model).state_dict()
     assert averaged["n_averaged"].dim() == 0
     (torch.save if file.endswith("pth") else save_file)(averaged, tmp_path / file)

@@ -125,7 +125,7 @@ def test_the_chat_template_and_the_sampling_options_survive_a_conversion(tmp_pat
     """The last target replaces the source itself."""
     source = tmp_path / "model"
     small_model(generation="rwkv7", vocab_size=300, **SIZES["rwkv7"]).save_pretrained(source)
-    save_file(hugging_face_tensors(source), source / "model.safetensors")        # as another program writes it
+    save_file(hugging_face_tensors(source), source / "model.safetensors")        # as another program writes the directory
     (source / "tokenizer.json").write_text(chatml())
     (source / "chat_template.jinja").write_text("{{ messages }}{{ unk_token }}")
     (source / "tokenizer_config.json").write_text('{"unk_token": "<unknown>", "mask_token": "<mask>"}')
@@ -637,7 +637,7 @@ def test_a_kill_leaves_the_old_or_the_new(tmp_path: Path) -> None:
 
 
 def test_weights_in_use_are_not_released(tmp_path: Path) -> None:
-    """Loading a file in another dtype leaves the changes to a model whose weights are mapped from the same file."""
+    """A second load, in another dtype, does not undo changes to a model whose weights are mapped from the file."""
     small_model("reference", n_embd=64).save_pretrained(tmp_path / "model.pth")
     checkpoint = read_checkpoint(tmp_path / "model.pth")
     used = RWKV.from_checkpoint(checkpoint, select("wkv4", "reference"))

@@ -65,7 +65,7 @@ class Kind(NamedTuple):
 
 BYTE = "tokenizer=byte"
 STATE = {"evaluate": "state"}            # evaluation begins without a state
-LORA = {"train": "lora"}                 # convert must merge it before training
+LORA = {"train": "lora"}                 # an adapter must be merged by convert before training
 KINDS = {
     "a run": Kind(("checkpoint=run",), "base"),
     ".safetensors": Kind(("checkpoint=base.safetensors",), "base"),

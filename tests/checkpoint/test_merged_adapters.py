@@ -68,7 +68,7 @@ def base_of(folder: Path, dtype: str) -> Path:
 
 @pytest.mark.parametrize("alpha", [None, 8.0])
 def test_a_run_without_its_alpha_is_not_an_adapter(folder: Path, alpha: float | None) -> None:
-    """Otherwise any alpha would be accepted, although the run states its own."""
+    """If such a run were accepted, any alpha would be, too, although the run had an alpha of its own."""
     with pytest.raises(CheckpointError, match=r"checkpoint=.*adapter"):
         with_adapter(read_checkpoint(base_of(folder, "float32")), folder / "float32", alpha)
 

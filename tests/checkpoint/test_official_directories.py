@@ -263,7 +263,7 @@ def test_layouts_are_for_directories_of_rwkv_7(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-# The vocabulary in its tokenizer.json
+# The World vocabulary in a directory's tokenizer.json
 
 
 def world_json_with(**parts: Any) -> str:

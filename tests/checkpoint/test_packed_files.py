@@ -1,5 +1,5 @@
 """Tests int8 and int4 weights in .safetensors: the model equals one that is rounded when it is loaded, its matrices are the
-mapped file, and damage is one sentence."""
+mapped file, and damage is reported in one sentence."""
 
 import copy
 import os

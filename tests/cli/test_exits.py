@@ -1,4 +1,4 @@
-"""Tests that a user's mistake is one sentence before any work, and that a bug keeps its traceback."""
+"""Tests that a user's mistake is reported in one sentence before any work, and that a bug keeps its traceback."""
 
 import importlib.util
 import json
@@ -268,7 +268,7 @@ def test_an_address_or_a_key_that_is_empty_is_refused(run: Run, option: str) -> 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such exit status")
 @pytest.mark.parametrize("command", [["train.py"], ["generate.py"], ["chat.py"], ["serve.py"], ["-m", "rwkv.tools", "list"]])
 def test_ctrl_c_during_the_imports_ends_a_program_without_a_traceback(command: list[str], tmp_path: Path) -> None:
-    """Each program imports this module in place of the package yaml, and then has not yet read its command line."""
+    """The module takes the place of the package yaml, which each program imports before it reads its command line."""
     (tmp_path / "yaml.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     process = subprocess.run([sys.executable, *command], cwd=cli.CONFIGS.parent, capture_output=True, text=True, check=False,
                              env=os.environ | {"PYTHONPATH": str(tmp_path)})

@@ -31,7 +31,7 @@ ORDERS = ("ascending", "descending", "shuffled")
 COMPILER = shutil.which("g++")
 FLAGS = ("-std=c++17", "-g", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-fno-strict-aliasing")
 SANITIZED = ("-O1", "-ftrivial-auto-var-init=pattern", "-fsanitize=address,undefined", "-fsanitize-sections=cuda_shared",
-             "-fno-sanitize-recover=all")        # not for the scheduler, which would be slow
+             "-fno-sanitize-recover=all")        # not for the scheduler, which sanitizers would slow down
 RUN_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^()]*\)\s*)?(\w+)\s*\(')
 DYNAMIC_SHARED = re.compile(r"extern\s+__shared__\s+(?:(?:__align__|alignas)\s*\(\d+\)\s+)?([\w ]+?)\s+(\w+)\s*\[\s*\]\s*;")

@@ -157,7 +157,7 @@ def test_a_text_that_the_tokenizer_almost_loses_is_refused_with_the_reason(confi
         prepare(config, 16, dropping("z"))
 
 
-# Made once, and again if anything has changed
+# Shards are made once, and again if anything has changed
 
 
 def test_cached_data_are_not_made_again(library: DataConfig) -> None:
@@ -182,7 +182,7 @@ def test_cached_data_are_not_made_again(library: DataConfig) -> None:
 
 @pytest.mark.parametrize("change", ["tokenizer", "split", "a text", "a name"])
 def test_a_change_of_text_or_options_has_another_cache_entry(library: DataConfig, change: str) -> None:
-    """A changed text has the same length and is written at once, so sizes and coarse times cannot tell the texts apart."""
+    """The changed text is as long as the old one and is written immediately, so neither sizes nor coarse times differ."""
     before, file = prepare(library, 16), Path(str(library.path)) / "49.txt"
     if change == "tokenizer":
         library = dataclasses.replace(library, tokenizer="byte")
@@ -249,7 +249,7 @@ def test_only_the_damaged_shard_is_made_again(library: DataConfig) -> None:
     assert [path for path in files if path.stat().st_ino != before[path]] == [files[3]]
 
 
-# The same for any number of workers and interruptions
+# Shards are the same for any number of workers and interruptions
 
 
 @pytest.mark.thorough

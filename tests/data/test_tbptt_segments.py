@@ -196,7 +196,7 @@ def same(one: Segments, other: Segments) -> bool:
     return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(one, other, strict=True))
 
 
-# macOS starts workers afresh, Linux by a fork, which Python 3.12 and later warn of in a process with threads.
+# On Linux, workers are forked; Python 3.12 and later warn about a fork in a process with several threads.
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, workers: int) -> None:

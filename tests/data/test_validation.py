@@ -65,7 +65,7 @@ def test_a_character_cut_by_the_end_counts_its_bytes_before_the_end(tmp_path: Pa
 
 @given(st.integers(1, 900), st.sampled_from([8, 64, 512]))
 def test_a_part_of_conversations_has_only_whole_ones_with_an_answer(chat_corpus: Corpus, tokens: int, ctx_len: int) -> None:
-    """The first conversation's answer begins after 270 bytes, so a row of 64 does not reach it."""
+    """The first conversation's answer begins after 270 bytes, so a row of 64 tokens ends before the answer."""
     part = limit_validation(chat_corpus, tokens, ctx_len)
     assert part.conversations is not None
     assert chat_corpus.conversations is not None

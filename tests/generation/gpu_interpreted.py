@@ -1,4 +1,4 @@
-"""Tests decoding on a GPU on the CPU: under Triton's interpreter, with graphs whose replay launches the kernels again.
+"""Tests the GPU's decoding step on a CPU, under Triton's interpreter. The replay of a graph launches its kernels again.
 
 test_gpu.py runs this file in a process with TRITON_INTERPRET=1.
 """
@@ -55,7 +55,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def _large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes each program of a product compute 64 outputs instead of 16, as for many outputs.
 
-    The interpreter takes about as long for 64. test_a_step_computes_the_formulas has tiles of 16.
+    The interpreter takes about as long for 64 outputs as for 16. test_a_step_computes_the_formulas has tiles of 16.
     """
     monkeypatch.setattr(triton_step, "MANY_OUTPUTS", 0)
 
@@ -179,7 +179,7 @@ def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation:
 @pytest.mark.usefixtures("sums_in_order")
 @rwkv4_in_soak
 def test_an_engine_reads_short_prompts_together(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each result equals that of the prompt alone, also next to a long prompt, log-probabilities and a cancelled row."""
+    """Each prompt has the same result as alone, also beside a long prompt, a row with log-probabilities and a cancelled row."""
     model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16)
     model.requires_grad_(False)
     monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
@@ -319,7 +319,7 @@ def assert_draws_match(n: int, seed: int, rows: int = 4) -> None:
                           filters_first=pick.random() < 0.5)
         bias = pick.choice((NO_BIAS, Bias(torch.tensor([1, 3], dtype=torch.int32), torch.tensor([2.5, -torch.inf]))))
         uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
-        uniform[0] = pick.choice((0.0, 0.5, 1 - 1e-5))           # for numbers nearer to 1, C's sums in float32 decide
+        uniform[0] = pick.choice((0.0, 0.5, 1 - 1e-5))           # nearer to 1, the rounding of C's float32 sums decides
         expected = c_v0.draw(logits.clone(), uniform, filters, bias)
         assert torch.equal(triton_v0.draw(logits, uniform, filters, bias), expected), (V, kind, filters, bias)
 
@@ -379,7 +379,7 @@ def test_penalties_equal_those_of_the_host_bit_for_bit() -> None:
         for mine, theirs, token in zip(host, device, torch.randint(0, 12, (len(host),)).tolist(), strict=True):
             mine.add(token)
             theirs.add(token)
-        if step == 5:                    # a row leaves, and another one gets its slot
+        if step == 5:                    # a row leaves, and a new row gets the freed slot
             table.forget_rows()
             del host[1], device[1]
             host.append(Penalties(options[1], [4]))

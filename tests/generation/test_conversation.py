@@ -155,7 +155,7 @@ def test_a_stopped_answer_is_a_turn() -> None:
 
 def test_ctrl_c_while_a_turn_is_read_undoes_the_turn(capsys: pytest.CaptureFixture[str]) -> None:
     chat = new_chat()
-    chat.kept_bytes = 0                                          # this makes /retry read, too
+    chat.kept_bytes = 0                                          # then /retry must prefill, too
     terminal = Terminal(chat)
     terminal.turn(TURNS[0])
     before = list(chat.messages)
@@ -195,7 +195,7 @@ def test_the_prompt_is_on_the_terminal_if_answers_go_to_a_file(monkeypatch: pyte
                                                                capsys: pytest.CaptureFixture[str]) -> None:
     input_ = pytest.importorskip("prompt_toolkit.input")
     application = pytest.importorskip("prompt_toolkit.application")
-    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")     # the terminal answers no requests
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")     # this terminal does not answer queries
     reader, writer = os.openpty()
     with open(writer, "w") as terminal, input_.create_pipe_input() as keys:              # noqa: PTH123 (a descriptor)
         monkeypatch.setattr(sys, "stderr", terminal)

@@ -91,7 +91,7 @@ NEEDS_VNNI = pytest.mark.skipif(BITS < 8, reason="8 bits without a sign saturate
 
 @pytest.fixture(params=["fbgemm", "c_v0"])
 def int8_kernel(request: pytest.FixtureRequest) -> None:
-    """Selects what multiplies in int8: torch's FBGEMM, or C where torch cannot."""
+    """Selects the implementation of int8 products: torch's FBGEMM, or C where torch has none."""
     if request.param == "c_v0":
         request.getfixturevalue("without_fbgemm")
     if reason := why_not("matvec", request.param):
@@ -125,7 +125,7 @@ IN_BOTH = pytest.mark.skipif(bool(reason := why_not("matvec", "fbgemm") or why_n
 @IN_BOTH
 @given(st.integers(1, 90), st.integers(1, 70), st.integers(1, 200), st.booleans(), st.integers(-4, 4), st.integers(0, 9))
 def test_int8_rows_in_c_have_the_bits_of_fbgemm(R: int, N: int, K: int, non_negative: bool, scale: int, seed: int) -> None:
-    """Negative inputs of a layer for non-negative ones count as zeros."""
+    """A layer for non-negative inputs treats negative inputs as zeros."""
     torch.manual_seed(seed)
     weight, x = torch.randn(N, K) * 10.0 ** scale, torch.randn(R, K)
     layer, by_fbgemm = (Int8Linear(weight, non_negative, BITS, in_c) for in_c in (True, False))

@@ -1,4 +1,4 @@
-"""Tests of the engine: a text depends only on its prompt, seed and options, and its pieces add up to it at constant cost."""
+"""Tests of the engine: a sequence depends only on its prompt, seed and options, and every piece of its text costs the same."""
 
 import gc
 import sys
@@ -643,7 +643,7 @@ def assert_close(actual: PrefillResult, expected: PrefillResult) -> None:
 
 
 def test_a_warm_up_also_continues_from_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, the token shift after a state is another compilation, for which the first long prompt would wait."""
+    """On a GPU, the token shift after a state is compiled separately, and the first long prompt would wait for that."""
     model = small_model("reference", vocab_size=256, n_layer=1)
     continued = []
     plain = RWKV.prefill

@@ -228,7 +228,7 @@ def test_a_full_disk_is_reported_with_the_file(run: Run, option: str) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 def test_a_full_disk_is_reported_after_the_files_are_written(run: Run) -> None:
-    full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115  the program ends its use
+    full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115  the program closes it
     files = ("out=text.jsonl", "save_state=kept.safetensors")
     with redirect_stdout(full):
         status, _, error = run("generate", *CHECKPOINT, "prompt=a", "max_new_tokens=10", "banned=[0]", *files)

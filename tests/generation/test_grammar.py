@@ -1,4 +1,4 @@
-"""Tests of grammars: whatever a model's weights are, a finished text is in the grammar."""
+"""Tests of grammars: whatever a model's weights are, a finished text matches the grammar."""
 
 import json
 import math

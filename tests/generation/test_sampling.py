@@ -90,7 +90,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 def test_a_drawn_token_is_the_one_at_its_random_number(draw: Draw | None, options: dict[str, Any], V: int) -> None:
     """The random number lies in the token's part of PyTorch's cumulative probabilities.
 
-    Rounding in float32 moves each bound by up to 1e-5. The rows of the logits lie apart in memory.
+    Rounding in float32 moves each bound by up to 1e-5. The rows of the logits are not adjacent in memory.
     """
     sampling, rows = Sampling(**PLAIN | options), 48
     logits = torch.randn(rows, V + 3, generator=torch.Generator().manual_seed(V))[:, :V] * 3
@@ -115,7 +115,7 @@ TEMPERATURES = st.sampled_from([1e-30, 1e-6, 0.5, 1.0, 100.0, 1e6, 1e30])
 def test_a_draw_equals_that_of_float64_also_with_equal_tokens(draw: Draw | None, values: list[float], temperature: float,
                                                               top_k: int, top_p: float, min_p: float, order: str,
                                                               biases: dict[int, float], ban: bool) -> None:
-    """Draws are compared at any temperature, where weights of different logits may be equal.
+    """Draws are compared at any temperature, even where different logits round to the same weight.
 
     A case within rounding of a bound is left out.
     """
@@ -392,7 +392,7 @@ def test_one_compilation_draws_from_a_slice_of_wider_logits_and_from_its_copies(
 
 
 def test_a_pickled_hash_is_not_used_in_another_process() -> None:
-    """Strings have other hashes there, so that equal options would not be drawn together."""
+    """In another process strings have other hashes, so that rows with equal options would not be drawn together."""
     options = Sampling(top_k=3)
     vars(options)["_hash"] = hash(options) + 1           # as if another process had computed it
     assert hash(pickle.loads(pickle.dumps(options))) == hash(Sampling(top_k=3))

@@ -1,4 +1,4 @@
-"""Tests of JSON schemas: each beginning of a text has an end, finished texts are valid, and the unenforceable is refused."""
+"""Tests of JSON schemas: allowed prefixes can be completed, finished texts are valid, unenforceable rules are refused."""
 
 import json
 import math
@@ -144,7 +144,7 @@ def test_a_schema_allows_exactly_its_texts(name: str) -> None:
 def walk(grammar: Grammar, seed: int, most: int = 500) -> bytes | None:
     """Returns a text of random bytes, or None if the text has not ended after `most` bytes.
 
-    After 80 bytes, the bytes that close what is open are preferred.
+    After 80 bytes, closing brackets, quotes and separators are preferred, so that most texts end.
     """
     matcher = matcher_of(grammar, BYTES)
     draw = random.Random(seed)
@@ -303,7 +303,7 @@ def test_other_lookarounds_are_refused(pattern: str) -> None:
 
 @pytest.mark.parametrize("name", ["Größe", "Box[int]", "Map<string, x>", "a b", "模型"])
 def test_a_reference_need_not_be_a_uri(name: str) -> None:
-    """Pydantic and other libraries write the names of classes into references as they are."""
+    """Pydantic and other libraries write the names of classes into references without escaping them."""
     grammar = Grammar.json_schema({"$ref": f"#/$defs/{name}", "$defs": {name: {"type": "array", "items": INTEGER}}})
     grammar.check()
     assert is_finished(grammar, "[3]")

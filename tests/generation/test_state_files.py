@@ -1,4 +1,4 @@
-"""Tests of saved states: a file gives back what was saved, for its own model and tokenizer only."""
+"""Tests of saved states: a file restores the saved state, but only for the same model and tokenizer."""
 
 import copy
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_weights_are_not_a_state_and_the_error_names_their_option(name: str, tmp
 
 @each_generation
 def test_a_file_that_has_changed_is_refused(tmp_path: Path, generation: str) -> None:
-    """The file is complete and each of its numbers is possible in a state, so only the checksum tells."""
+    """The file is complete and each of its numbers is possible in a state, so only the checksum reveals the change."""
     model = small_model(vocab_size=256, generation=generation)
     state_file = tmp_path / "state.safetensors"
     save_context(state_file, prefill(model, torch.tensor([[1, 2, 3]]))._replace(last_ids=(1, 2, 3)), model, BYTES)

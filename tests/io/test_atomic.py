@@ -40,7 +40,7 @@ def test_a_replaced_file_has_the_permissions_of_the_old_one(mode: int, write: Ca
 @pytest.mark.parametrize("content", [[], ["old", "both"]])
 def test_an_empty_folder_and_the_current_directory_are_filled_and_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                                                                content: list[str]) -> None:
-    """A mounted volume cannot be renamed, and a shell would be left in a deleted folder."""
+    """A mounted volume cannot be renamed, and a shell in a replaced folder would be left in a deleted one."""
     folder = tmp_path / "out"
     folder.mkdir()
     for name in content:

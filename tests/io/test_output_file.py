@@ -1,4 +1,4 @@
-"""Tests the files that a program writes at its end: obstacles are errors before the work, and no input is overwritten."""
+"""Tests files that a program writes when it ends: a wrong path is an error before the work, and no input is overwritten."""
 
 import os
 from pathlib import Path

@@ -96,7 +96,7 @@ def test_a_signal_after_a_program_s_end_does_not_change_its_status(end: str, sta
 
 
 def test_waiting_for_a_library_that_ignores_signals_is_ended() -> None:
-    """The library reads items without end. In the second case it does not return from the first."""
+    """The library reads items without end. In the second case it never returns from reading the first item."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for sleeps in (False, True):
         computing, awake = threading.Event(), threading.Event()

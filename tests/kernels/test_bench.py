@@ -36,7 +36,7 @@ ROOT = hardware.ROOT
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in ((timing, "MAX_ROUNDS", 2), (hardware, "MATMUL_N", {"cpu": 64}),
                                 (hardware, "COPY_BYTES", {"cpu": 2**16}),
-                                (__main__, "keep_large_blocks", lambda: True)):      # it would affect all later tests
+                                (__main__, "keep_large_blocks", lambda: True)):      # the function would affect later tests
         monkeypatch.setattr(module, name, value)
 
 
@@ -83,7 +83,7 @@ def test_a_result_is_printed_where_its_file_cannot_be_written(tmp_path: Path, ca
 
 
 def test_the_plan_comes_first() -> None:
-    """The plan names the kernels that run here and all shapes, and allows twice --seconds for each pass and each limit."""
+    """The plan names the kernels that run here and all shapes. Its duration is twice --seconds for each pass and each limit."""
     options = "--only", "torch_native,triton_v0", "--shape", "3,5", "--sweep", "7,9", "--seconds", "4"
     plan = __main__._plan(__main__._arguments(["softmax", *options]))
     assert plan.splitlines()[0] == "softmax on cpu in float32, rows,columns = 3,5 3,7 3,9: torch_native"

@@ -20,7 +20,7 @@ def test_after_a_failed_capture_kernels_are_launched_one_by_one(monkeypatch: pyt
         streams.append("of the capture")
         try:
             yield
-        finally:                         # as torch's, whose own error replaces the cause
+        finally:                         # as in torch's, whose own error replaces the cause
             raise torch.AcceleratorError("operation failed due to a previous error during capture")
 
     cuda = SimpleNamespace(device=lambda device: nullcontext(), synchronize=lambda: None, Stream=lambda: None, graph=graph,

@@ -28,7 +28,7 @@ N = 32
 ADAPTER = conformance.ADAPTERS["timex"]
 
 
-@pytest.fixture(params=[*in_soak(*map(pytest.param, CUDA[:-1])), CUDA[-1]])         # users run the last version
+@pytest.fixture(params=[*in_soak(*map(pytest.param, CUDA[:-1])), CUDA[-1]])         # make test runs only the last version
 def timex(request: pytest.FixtureRequest, host: Host) -> Iterator[TimeX]:
     with on_the_cpu(host, "shuffled"):
         yield TimeX(request.param)

@@ -19,7 +19,7 @@ from kernels.wkv7 import WKV7, cases
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("wkv7") if name.startswith("cuda_")]
 SHAPES = [(1, 11, 1, 64), (2, 1, 3, 64), (1, 129, 2, 64), (1, 63, 1, 64), (1, 16, 1, 64), (1, 64, 1, 64)]      # (B, T, H, N)
-QUICK_CASES = {(CUDA[0], SHAPES[0]), *((CUDA[-1], shape) for shape in SHAPES[:3])}     # make soak runs the others
+QUICK_CASES = {(CUDA[0], SHAPES[0]), *((CUDA[-1], shape) for shape in SHAPES[:3])}     # make soak runs the other cases
 STEPS = dict.fromkeys(CUDA, 70) | {"cuda_v0": 20, "cuda_v1": 20, "cuda_v2": 20}       # one full chunk and a partial one
 
 
@@ -38,7 +38,7 @@ def few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load("wkv7", "cuda_v3"), "BLOCKS", 4)
 
 
-@pytest.fixture(params=[*in_soak(*map(pytest.param, CUDA[:-1])), CUDA[-1]])         # users run the last version
+@pytest.fixture(params=[*in_soak(*map(pytest.param, CUDA[:-1])), CUDA[-1]])         # make test runs only the last version
 def wkv7(request: pytest.FixtureRequest, host: Host) -> Iterator[WKV7]:
     with on_the_cpu(host, "shuffled"):
         yield WKV7(request.param)

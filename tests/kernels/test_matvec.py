@@ -232,7 +232,7 @@ def test_packing_does_not_depend_on_torch_s_default_dtype(default: torch.dtype) 
 @each_level
 @pytest.mark.parametrize("rows", [1, 3, 9, 16, 70])
 def test_int8_by_input_has_the_bits_of_int8_by_output(rows: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows skip zeros, many do not. The sizes have partial groups, tiles and chunks of inputs."""
+    """Products of few rows skip zeros; products of many do not. The sizes have partial groups, tiles and chunks of inputs."""
     monkeypatch.setattr(native, "level", lambda: level)
     matvec = MatVec("c_v0")
     for N, K in ((8, 8), (136, 1048), (520, 264)):

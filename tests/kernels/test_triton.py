@@ -113,7 +113,7 @@ def test_every_kernel_compiles(cubins: Cubins) -> None:
                  "softmax": 3, "gradient": 3, "softmax_in_blocks": 1, "gradient_in_blocks": 1,
                  "recurrence": 4, "rows": 2, "keys": 2, "prepare": 4, "scan": 6, "gradients": 2}
     if once:
-        constants = dict.fromkeys(constants.keys() - {"backward"}, 1)        # make soak compiles that one, in ten seconds
+        constants = dict.fromkeys(constants.keys() - {"backward"}, 1)        # make soak compiles "backward", in ten seconds
     assert {name: kernels.count(name) for name in set(kernels)} == constants
 
 
@@ -121,7 +121,7 @@ def test_registers_and_shared_memory_suffice(cubins: Cubins) -> None:
     arch, _, needs_by_kernel = cubins
     for name, needs in needs_by_kernel.items():
         if "P=tf32x3" not in name:                                   # triton_resources.txt states what that form spills
-            assert needs["spilled"] <= 16, f"{name}: {needs}"        # bytes per thread; a few words hardly cost time
+            assert needs["spilled"] <= 16, f"{name}: {needs}"        # bytes per thread: a few spills cost little time
         assert needs["shared"] <= min(SHARED_ANYWHERE, SHARED[arch]), f"{name}: {needs}"
         assert needs["registers"] * needs["warps"] * 32 <= REGISTERS, f"{name}: {needs}"
 

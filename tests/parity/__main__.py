@@ -3,8 +3,8 @@
 The other programs, called peers, are PyPI's `rwkv` and transformers' RwkvForCausalLM for RWKV-4, and PyPI's `rwkv` and
 llama.cpp, on our GGUF file, for RWKV-7. Random checkpoints of several shapes are written as files. Each program reads them and
 computes the logits at all positions, the state (llama.cpp's is not compared) and a greedy continuation. The tables show the
-differences. The exit status is 1 if a difference exceeds its bound, or if a changed weight causes none above it. The peers run
-in .venv-peers and .venv-llama, because their packages have the same names as ours.
+differences. The exit status is 1 if a difference exceeds its bound, or if a changed weight stays within the bounds. The peers
+run in .venv-peers and .venv-llama, because their packages have the same names as ours.
 """
 
 import argparse

@@ -45,7 +45,7 @@ Weights = dict[str, ndarray]
 
 TO_FLOAT64 = 3e-6                        # bound of |difference| / |logits| in the Euclidean norm
 OF_PEER = 1.5                            # this multiple of the peer's distance from float64 is added to its bound
-MOST_OF_PEER = {"llama.cpp": 0.2}        # the largest distance of llama.cpp, which rounds inputs; 1e-4 for others
+MOST_OF_PEER = {"llama.cpp": 0.2}        # largest distance; llama.cpp rounds inputs, and other peers have 1e-4
 T = 12
 PAGE = hardware.ROOT / "docs" / "files.md"
 SMALL = Case7(L=3, H=2, N=64, ranks=(32, 24, 16, 40), V=77, T=T, chunks=())

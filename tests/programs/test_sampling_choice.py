@@ -66,7 +66,7 @@ def test_the_user_s_options_precede_the_file_and_the_file_precedes_the_kind(tmp_
     folder = tmp_path / "RWKV7-G1k-1.5B"
     folder.mkdir()
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_k": 20}))
-    file_options = replace(THINK, temperature=0.7, top_k=20)  # the preset of the kind has the rest
+    file_options = replace(THINK, temperature=0.7, top_k=20)  # the preset of the model's kind sets the other options
     assert choose_sampling(folder, True).sampling == file_options
     assert "g1_think" in str(choose_sampling(folder, True))
     assert choose_sampling("runs/latest", True, {"init_from": str(folder)}).sampling == file_options

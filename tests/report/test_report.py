@@ -332,7 +332,7 @@ def test_a_probe_does_not_change_training_by_a_bit(folder: Path, options: dict[s
 
 @pytest.mark.programs
 def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Warnings appear before the run, from the probe at its start and end, and in the report, there even without the probe."""
+    """Warnings appear before the run, when the probe measures at its start and end, and in the report, also without it."""
     def wrong(w: torch.Tensor, k: torch.Tensor, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         grad_w, grad_k = conv1d.backward(w, k, grad_out)
         return grad_w, grad_k.roll(1, -1)
@@ -429,7 +429,7 @@ def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes)
 
 
 def test_a_byte_order_mark_is_not_damage(tmp_path: Path) -> None:
-    """Spreadsheets and some editors write one when a user saves a file."""
+    """Spreadsheets and some editors write a byte order mark when a user saves a file."""
     make_run(tmp_path, "conv1d", 0, [3.0, 2.0])
     before = read(tmp_path)
     for path in tmp_path.glob("*/*"):

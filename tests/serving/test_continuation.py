@@ -1,6 +1,6 @@
 """Tests of answers that continue the last message.
 
-Every interface gives the same rest after a prompt that ends with the message's text.
+Every interface returns the same continuation of a prompt that ends with the message's text.
 """
 
 import json

@@ -76,7 +76,7 @@ def test_ollama_s_embeddings_equal_the_library_s(server: Running, model: RWKV) -
 
 
 def test_a_later_group_waits_in_a_full_queue_and_in_a_server_that_stops() -> None:
-    """A refusal would waste the work that is done."""
+    """Refusing the later group would waste the work on the earlier one."""
     queue = Queue(2, 0, lambda message: None)
     sequences = [Generate(Request("a"), "", "")] * 3
     first = queue.submit(sequences[:2])

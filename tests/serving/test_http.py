@@ -147,7 +147,7 @@ def request_id(answer: bytes | httpx.Response) -> str:
     ("/v1/completions", OK, 200), ("/v1/completions", {**OK, "stream": True}, 200), ("/v1/completions", {"n": 0}, 400),
     ("/v1/completions", {"model": "other"}, 404), ("/nothing", {}, 404), ("/health", {}, 405)], ids=str)
 def test_each_answer_has_the_requests_id(server: Running, path: str, body: object, status: int) -> None:
-    """The id is the client's own or one that the server makes. The log has the ids of errors."""
+    """A request's id is the client's own, or one that the server makes. The log has the ids of requests that failed."""
     own = httpx.post(server.url + path, json=body, headers={"X-Request-Id": f"my-id.{path}:{status}"}, timeout=60)
     others = [httpx.post(server.url + path, json=body, timeout=60) for _ in range(2)]
     assert [answer.status_code for answer in (own, *others)] == [status] * 3

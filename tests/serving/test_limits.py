@@ -1,4 +1,4 @@
-"""Tests of what a server withstands: wrong requests, clients that go away, sleep or hurry, and signals."""
+"""Tests of what a server withstands: wrong requests, clients that disconnect, stall or pipeline requests, and signals."""
 
 import json
 import os
@@ -78,7 +78,9 @@ def test_a_wrong_body_is_refused(api: httpx.Client, path: str) -> None:
 
 
 def test_a_small_server_names_its_limits(start: Callable[..., Running]) -> None:
-    """The limits are of tokens, prompts, states, connections and origins.
+
+
+    """Tests the limits on tokens, prompts, states, connections and origins.
 
     By default, a text has as many tokens as the limit allows.
     """
@@ -124,7 +126,7 @@ def test_an_unknown_path_that_is_like_an_endpoint_s_names_the_endpoint(server: R
 
 @pytest.mark.soak
 def test_idle_connections_stay_open_until_a_new_connection_needs_their_place(start: Callable[..., Running]) -> None:
-    """A proxy uses connections again that were idle for many seconds. At the limit, the longest idle connection is closed."""
+    """A proxy reuses connections after many idle seconds. At the limit, the connection that was idle longest is closed."""
     server = start("max_connections=2")
 
     first, second, third = (HTTPConnection("127.0.0.1", server.port, timeout=20) for _ in range(3))
@@ -261,7 +263,7 @@ def test_a_full_queue_is_429_and_those_in_it_are_served(server: Running) -> None
 
 @pytest.mark.usefixtures("idle")
 def test_a_request_that_waits_behind_a_client_that_goes_away_is_served(server: Running) -> None:
-    """One text runs, one request waits for room for four texts, and one text behind that request would have room."""
+    """One sequence runs, a request of four sequences waits for four free rows, and a later request needs only one row."""
     def connect(body: dict[str, Any]) -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", server.port))
         connection.sendall(post("/v1/completions", body))
@@ -465,7 +467,7 @@ def test_a_signal_lets_running_texts_end_and_refuses_waiting_requests(start: Cal
 def test_a_second_signal_ends_the_server_at_once(start: Callable[..., Running]) -> None:
     server = start("max_tokens=100000")
     with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
-        lines = answer.iter_lines()      # a generator that nobody holds closes the connection
+        lines = answer.iter_lines()      # without a reference to the generator, the connection closes
         next(lines)
         for _ in range(2):
             server.process.send_signal(signal.SIGTERM)
@@ -494,7 +496,7 @@ def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
 
 
 def test_a_damaged_checkpoint_is_reported_in_one_sentence(start: Callable[..., Running], tmp_path: Path) -> None:
-    """The error comes after the address, which is a URL with IPv6, too."""
+    """The error is printed after the address, which is a URL with brackets if the host is an IPv6 address."""
     try:
         _bind(ServeConfig(host="::1", port=0)).close()
     except UserError:

@@ -142,7 +142,7 @@ def test_stop_ends_a_text(page: Any, server: Running) -> None:
     page.get_by_label("Text to continue").fill("once")
     page.get_by_role("button", name="Continue").click()
     wait_until(lambda: len(page.get_by_label("Text to continue").input_value()) > 20)
-    # this clicks at once, however busy the page is with the text
+    # a click by Playwright would wait until the text stops changing the page
     page.evaluate("document.getElementById('stop-button').click()")
     wait_until(lambda: server.running_texts() == 0)
     wait_until_done(page)
@@ -176,7 +176,7 @@ def test_an_error_changes_nothing(page: Any) -> None:
     page.get_by_role("tab", name="Chat").click()
     assert turns(page) == ["one", "yes"]
     assert page.get_by_label("Message").input_value() == "two"
-    press(page, "Retry")                 # this asks again for an answer that is there
+    press(page, "Retry")                 # requests the existing answer again
     assert turns(page) == ["one", "yes"]
     page.get_by_label("Temperature").fill("")
     page.get_by_role("button", name="Send").click()

@@ -136,7 +136,7 @@ def test_unknown_words_are_shown_and_end_nothing() -> None:
 
 
 def test_files_of_the_first_versions_of_the_library() -> None:
-    """Merges were texts, and a model had no type."""
+    """In these files, merges are strings, and the model has no type."""
     parsed = json.loads(chatml(["<|endoftext|>", "ab"]))
     parsed["model"]["merges"] = [" ".join(merge) for merge in parsed["model"]["merges"]]
     del parsed["model"]["type"]

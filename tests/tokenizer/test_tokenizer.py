@@ -105,7 +105,7 @@ def test_any_ids_decode_as_the_library_does(ids: list[int]) -> None:
 
 def test_added_tokens_keep_letters_of_the_byte_level_alphabet() -> None:
     library = tokenizers.Tokenizer.from_str(BPE.definition)
-    library.add_tokens(["il\u00d6ve", "\u0120x", "\u00e9"])    # they stand for the bytes D6, 20 and E9
+    library.add_tokens(["il\u00d6ve", "\u0120x", "\u00e9"])    # with the bytes D6, 20 and E9
     tokenizer = JsonTokenizer(library.to_str())
     text = "il\u00d6ve \u0120x"
     assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -132,7 +132,7 @@ def test_processes_that_a_launcher_starts_again_find_each_other(tmp_path: Path) 
 
 
 def connect_alone(address: str, port: int) -> None:
-    """Connects as one of two processes, the other of which never comes. Ctrl-C is ignored, as in the background of a shell."""
+    """Connects as one of two processes; the other never connects. Ctrl-C is ignored, as in the background of a shell."""
     os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=str(port))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.CONNECT_TIMEOUT = timedelta(seconds=0 if address != "127.0.0.1" else 60)

@@ -22,7 +22,7 @@ def test_correct_kernels_pass(operator: str, name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("spoilt", ["nothing", "the second run", "the last block"])
 def test_a_kernel_whose_threads_race_is_named(spoilt: str) -> None:
-    """The first run is right, or everything but the last block, which small cases do not have."""
+    """A kernel may be wrong only in its second run, or only in the last block, which small cases do not have."""
     shapes: list[torch.Size] = []
 
     def forward(*inputs: Any) -> torch.Tensor:

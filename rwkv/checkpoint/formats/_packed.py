@@ -35,7 +35,7 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonObject
 from rwkv.model.base import generation, is_linear_weight
 
-VERSION = 2                              # the entry `timemix` states it; version 1 stored int4 as groups and stated nothing
+VERSION = 2                              # is stated in the entry `timemix`; version 1 was not stated, and stored int4 as groups
 WITH_BLOCKS = 3                          # files with GGUF's blocks have this version
 EMBEDDING = "emb.weight"                 # an embedding's name ends in this
 SCALE, SHIFT = ".scale", ".shift"        # these are added to a matrix's name

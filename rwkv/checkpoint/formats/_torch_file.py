@@ -41,7 +41,7 @@ READ_BYTES = 1 << 20                     # a checksum is computed over this many
 FIELD_HEADER = 4                         # an extra field's header has this many bytes
 EPOCH = (1980, 1, 1, 0, 0, 0)            # this is zip's earliest date, fixed so that equal weights give equal files
 OTHER_OBJECTS = "Unsupported"            # torch's message contains this if it refuses to execute a class or operation
-LATER_PROTOCOL = "Unsupported operand"   # and this if the operation belongs to a pickle protocol later than 2
+LATER_PROTOCOL = "Unsupported operand"   # torch's message contains this if the operation is from a later protocol than 2
 Dictionary = dict[Any, Any]              # the content of a file written by torch.save
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 

@@ -13,7 +13,7 @@ from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".ckpt",)
-PREFIX = "model."                        # Lightning adds it for the attribute LanguageModel.model in rwkv/training/task.py
+PREFIX = "model."                        # Lightning's prefix for the attribute LanguageModel.model in rwkv/training/task.py
 
 
 def recognises(path: Path) -> bool:

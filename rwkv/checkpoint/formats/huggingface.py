@@ -65,7 +65,7 @@ UNUSED = frozenset((
     "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "bad_words_ids", "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "unsloth_version", "torch_version"))
-UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # keys with these suffixes do not affect it, either
+UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # keys with these suffixes do not affect the computation
 
 
 def recognises(path: Path) -> bool:
@@ -315,7 +315,7 @@ def _entry_with_edits(folder: Path, entry: JsonObject | None, tokenizer: JsonObj
             f"the tokenizer in {folder} has changed since the directory was written. The weights were trained with the "
             "original one, and some token ids may now stand for other texts"]
     ends, own_ends = tokenizer.get(special.KEY), own.get(special.KEY)
-    stated = next(filter(None, _declared_end_tokens(folder)), [])        # may have an end that declared_ends would leave out
+    stated = next(filter(None, _declared_end_tokens(folder)), [])        # may include a token that declared_ends leaves out
     is_same = tokenizer.get(SPECIAL) == own.get(SPECIAL) and (ends == own_ends or stated == own_ends)
     return entry if is_same else {**entry, "tokenizer": None}, []
 

@@ -48,7 +48,7 @@ from rwkv.io.lines import count_of
 
 PATH = "a .jsonl or .jsonl.gz file of conversations, a folder of them, or a pattern"
 LOCAL = True
-JSON_ENDINGS = (".json", *(f".json{ending}" for ending in COMPRESSED))  # are read from a folder only if it has no JSON lines
+JSON_ENDINGS = (".json", *(f".json{ending}" for ending in COMPRESSED))  # are read from a folder without JSON lines
 LISTS = ("messages", "conversations", "conversation", "items", "interactions")
 PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"), ("instruction", "response"),
          ("question", "answer"), ("question", "response"), ("query", "response"))

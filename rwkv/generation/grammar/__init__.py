@@ -25,7 +25,7 @@ from rwkv.generation.grammar.schema_rewrites import allows_unbounded_numbers, re
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import require_unicode
 
-# Without the escape "\/", a string without control characters has only one spelling, so no key can repeat another in disguise.
+# Without the escape "\/", a string without control characters has only one spelling, so differently spelt keys differ.
 JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
 SPACE = 'SPACE: /[ \\n]/'                # may stand between a template's "Assistant:", or thoughts, and the answer
 REST = "REST: /(?s:.+)/"

@@ -182,7 +182,7 @@ class GpuStep:
         if n:
             bucket = bucket_of(n)
             self._replay(self._graphs.get(bucket) or self.capture(bucket), bucket, tokens, slots)
-        return self._builder.logits[:n].clone()          # the next replay overwrites them
+        return self._builder.logits[:n].clone()          # the next replay overwrites the logits
 
     def read_prompts(self, prompts: Sequence[Tensor], slots: Tensor) -> Tensor:
         """Reads n prompts of (t,) int64 tokens each, and returns the logits (n,V) after each prompt's last token.
@@ -255,7 +255,7 @@ class Builder:
         from rwkv.model.decoding import triton_kernels  # this import is here, because not every machine has Triton
 
         self._kernels = triton_kernels
-        self._embedding = model.emb.weight.detach().contiguous()         # the model is not kept, because it caches the step
+        self._embedding = model.emb.weight.detach().contiguous()         # not the model, because the model caches the step
         self._rows = rows
         self._device = states.device
         (self.V, self.C), self.states, self.state_size = self._embedding.shape, states, states.shape[1]

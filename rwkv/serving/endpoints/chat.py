@@ -152,7 +152,7 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject
     choice = body.tool_choice
     template = service.template
     if not body.tools:
-        if choice not in (None, "none", "auto"):         # without tools, auto has no choice, and some clients always send it
+        if choice not in (None, "none", "auto"):         # without tools, auto has no effect; some clients always send auto
             raise ApiError(400, "tool_choice requires tools", "tool_choice")
         return None, ""
     tools = template_tools(service, body.tools)

@@ -40,7 +40,7 @@ MAX_COMPILED = 64 * MIB                  # maximum memory of a compiled grammar 
 MOST_WAITING = 256                       # maximum grammars in all queues
 MAX_CACHED = 256                         # grammars whose result is cached
 N_WALKS = 12                             # random texts per grammar, to find prefixes that cannot be completed
-# Exit codes of a process that reached its time limit, and of one that something else killed. Windows has only the first case.
+# Exit codes of a process that reached its time limit, and of one that was killed otherwise. Windows has only the first.
 if sys.platform == "win32":
     OUT_OF_TIME = KILLED = None
 else:
@@ -126,7 +126,7 @@ class _Process:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._process: SpawnProcess | None = None
-        self._connection: Any = None     # its type differs on Windows
+        self._connection: Any = None     # of a different type on Windows
         self._stopped = False
 
     def reason(self, grammar: Grammar) -> str:

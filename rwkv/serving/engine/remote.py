@@ -203,7 +203,7 @@ class RemoteEngine:
         self.report(reason)
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        with suppress(RuntimeError):     # call_soon_threadsafe raises it if the server has closed the event loop
+        with suppress(RuntimeError):     # raised by call_soon_threadsafe if the server has closed the event loop
             try:
                 while not isinstance(message := self._connection.recv(), Failed):
                     loop.call_soon_threadsafe(self._resolve if isinstance(message, Reply) else self._deliver, message)
@@ -219,6 +219,6 @@ class RemoteEngine:
             try:
                 self._connection.send(message)
             except OSError:
-                return                   # _receive fails too and reports it
+                return                   # _receive fails too, and reports the failure
             if message is None:
                 return

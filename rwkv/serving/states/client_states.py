@@ -137,7 +137,7 @@ class ClientStates:
         """
         *earlier, last = check_messages(messages)
         answer = last["content"]
-        self.prompt(start, messages, tools, add_generation_prompt=False)     # raises if the template cannot render them
+        self.prompt(start, messages, tools, add_generation_prompt=False)     # raises if the template cannot render the messages
         rendered = self.prompt(start, [*earlier, {**last, "content": CONTINUED}], tools, think, effort, False)
         before, placeholder, after = rendered.partition(CONTINUED)
         if not placeholder or CONTINUED in after:

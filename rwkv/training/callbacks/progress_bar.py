@@ -17,7 +17,7 @@ from rwkv.training.callbacks.metrics import Metrics
 
 FIRST_LINE = 3.0                         # the first interval between lines outside a terminal, in seconds
 LAST_LINE = 30.0                         # the longest such interval, in seconds
-UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # assumed for a terminal that does not report its size
+UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # characters; assumed if a terminal does not report its size
 # The bar and the metrics next to it fit into 80 columns
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 POSTFIX = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}

@@ -36,7 +36,7 @@ from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
 FIXED = ("model", "data", "tune", "seed", "init_from",    # these options and groups must not change on resume
          "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # parameter groups use these
          "trainer.accumulate",           # the saved data position counts batches
-         "trainer.val_tokens")           # losses decide on best.ckpt
+         "trainer.val_tokens")           # the loss that selects best.ckpt must stay comparable
 NOT_FIXED = ("data.cache_dir", "data.num_workers", "data.tokenize_workers", "data.sample_prompt", "data.preview",
              "data.path", "data.sources")        # the user may have moved the data; the loader rejects different data
 
@@ -171,7 +171,7 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
             continue                     # the run splits the same rows into several passes
         if key == "init_from" and _is_same_base(new, old):
             continue                     # the name may now be written in another way
-        moves_position = key == "trainer.tbptt" and not (old and new)        # the saved position in the data depends on it
+        moves_position = key == "trainer.tbptt" and not (old and new)        # windows and segments have different positions
         if old != new and (is_fixed(key) or moves_position):
             saved_value = "null" if old is None else old
             raise UserError(f"the run in {out_dir} began with {key}={saved_value}, which cannot change. To resume the run, "
@@ -190,7 +190,7 @@ def _merge(request: Request, out_dir: Path, saved: JsonObject) -> TrainConfig:
 def _is_same_base(given: str | None, saved: str | None) -> bool:
     """Returns True if both names refer to the same checkpoint. For the Hub, the saved name includes the commit."""
     if given is None or saved is None or given == saved:
-        return given == saved            # also if the file has gone
+        return given == saved            # is also true if the file is missing
     if hub.parse(saved) is not None:
         return given == saved.partition("@")[0]
     return Path(given).absolute() == Path(saved) or locate(given).resolve() == locate(saved).resolve()

@@ -93,7 +93,7 @@ def test_a_new_file_does_not_change_the_order_of_the_others(tmp_path: Path) -> N
 
 
 def test_one_file_is_split_at_nine_tenths_of_its_characters(config: DataConfig) -> None:
-    text = "—" * 60_000                  # of three bytes each: the ends of blocks cut through them
+    text = "—" * 60_000                  # three bytes each, so that blocks end inside a character
     Path(str(config.path)).write_bytes(text.encode())
     cut = int(len(text) * 0.9)
     assert texts(config) == ([text[:cut]], [text[cut:]])
@@ -314,7 +314,7 @@ def test_tables_are_texts_and_splits_have_parts(datasets: ModuleType, config: Da
 def test_folders_and_patterns_of_parquet(datasets: ModuleType, config: DataConfig, tmp_path: Path, path: str) -> None:
     folder = tmp_path / "rows" if path == "rows/*.parquet" else tmp_path / "rows" / "dätä 1"
     folder.mkdir(parents=True)
-    for number, part in ((1, WORDS[:20]), (2, WORDS[20:40]), (10, WORDS[40:])):          # only some have a second column
+    for number, part in ((1, WORDS[:20]), (2, WORDS[20:40]), (10, WORDS[40:])):          # one file has a second column
         rows = datasets.Dataset.from_dict({"text": part} | ({"n": part} if number == 2 else {}))
         rows.to_parquet(folder / f"part-{number}.parquet")
     for name in ("README.md", ".hidden.parquet", "_SUCCESS"):

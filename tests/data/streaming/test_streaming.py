@@ -78,7 +78,7 @@ def _saved(state: Any) -> Any:
 
 
 def documents_of(batches: list[Any]) -> list[list[str]]:
-    """Returns the documents of each lane, which are the tokens between two end-of-text tokens."""
+    """Returns the documents of each lane: the tokens between two end-of-text tokens."""
     lanes = [list(itertools.chain.from_iterable(row)) for row in zip(*(x for x, _ in batches), strict=True)]
     return [[bytes(ids).decode(errors="replace") for is_text, ids in
              ((key, list(group)) for key, group in itertools.groupby(lane, bool)) if is_text] for lane in lanes]
@@ -127,7 +127,7 @@ def test_a_document_of_validation_is_in_no_training_batch(config: DataConfig, tm
 
 @pytest.mark.parametrize("shape", ["folder", "gz", "pattern", "non-ascii", "long", "empty documents", "blank lines", "bom"])
 def test_other_people_s_files(tmp_path: Path, shape: str) -> None:
-    """The same documents, in the same order, give the same batches however they lie in files."""
+    """The same documents, in the same order, give the same batches, however they are divided among files."""
     folder = tmp_path / "dätä [1]" if shape == "non-ascii" else tmp_path / "data"
     (folder / "deep").mkdir(parents=True)
     texts = [f"{text} {'long ' * 5000 * (number == 40)}" for number, text in enumerate(TEXTS)] if shape == "long" else TEXTS
@@ -456,7 +456,7 @@ def test_a_mix_of_streams_continues_and_keeps_its_shares(config: DataConfig, tmp
         {"path": config.path, "weight": 3}, {"path": str(tmp_path / "b.jsonl"), "weight": 1}])
     whole = read(loader(mix, batches=64))
     upper = sum(bytes(row).decode(errors="replace").isupper() for x, _ in whole for row in x)
-    assert 0.2 * 256 < upper < 0.26 * 256                # a window of digits alone is not upper
+    assert 0.2 * 256 < upper < 0.26 * 256                # isupper() is False for a window with digits alone
     for world in (1, 2):
         of_each = []
         for rank in range(world):

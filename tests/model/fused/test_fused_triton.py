@@ -45,5 +45,5 @@ def test_every_kernel_fits_its_registers(arch: int, once: bool, tmp_path: Path) 
     assert {name.split()[0] for name in cubins} == {"mix", "mix_backward", "squared_relu", "gates", "gates_backward", "gated",
                                                     "gated_backward", "cross_entropy"}
     for name, needs in cubins.items():
-        assert needs["spilled"] <= 16, f"{name}: {needs}"            # bytes per thread; a few words hardly cost time
+        assert needs["spilled"] <= 16, f"{name}: {needs}"            # bytes per thread: a few spills cost little time
         assert needs["registers"] * needs["warps"] * 32 <= REGISTERS, f"{name}: {needs}"

@@ -1,6 +1,6 @@
 """Tests that a run stopped by a batch system or a closing terminal continues bit for bit.
 
-No variable of a batch system may change a run.
+The environment variables of a batch system must not change a run.
 """
 
 import json

@@ -64,7 +64,7 @@ def test_a_last_rate_that_the_default_schedule_would_ignore_is_refused(method: s
     request = TrainConfig(tune=TuneConfig(method=method), init_from="FILE", optim=OptimConfig(min_lr=1e-7, **options))
     with pytest.raises(UserError, match=r"optim\.schedule") if refused else nullcontext():
         with_default_rates(request, {"optim.min_lr", *(f"optim.{name}" for name in options)})
-    with_default_rates(request, (), {"optim.min_lr"})    # a recipe for training from nothing may set it
+    with_default_rates(request, (), {"optim.min_lr"})    # a recipe for a new model may set this option
 
 
 def test_the_options_of_an_experiment_and_of_a_debug_run_stay() -> None:

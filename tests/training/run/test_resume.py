@@ -438,7 +438,7 @@ def test_random_numbers_continue_after_a_resume(tmp_path: Path) -> None:
     expected = draw()
     callback = RandomState(0)
     callback.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    callback.on_train_start(cast(Any, None))          # only a process that joins asks the trainer
+    callback.on_train_start(cast(Any, None))          # the trainer is used only by a process that joins the run
     assert draw() == expected
 
 

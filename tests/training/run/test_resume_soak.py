@@ -18,7 +18,7 @@ TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
     ("loaders", ("data.num_workers=2", "trainer.accumulate=2", "trainer.precision=bf16-mixed"), 5, 400, 8),
     ("rwkv7", ("model.generation=rwkv7", "model.head_size=8", "trainer.tbptt=2", "trainer.precision=bf16-mixed"), KILLS, STEPS,
      11),
-    ("two processes", TWO, 5, 400, 9),           # the launcher is killed, and both must notice
+    ("two processes", TWO, 5, 400, 9),           # if the launcher is killed, both must end
 ])
 def test_kills_of_a_run(folder: Path, name: str, options: tuple[str, ...], kills: int, steps: int, seed: int) -> None:
     arguments = (*RUN, *options, f"trainer.max_steps={steps}")

@@ -22,7 +22,7 @@ from rwkv.training.sweep.launchers import End, JobRejected, Launcher, Processes,
 
 SHORT = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=120",
          "trainer.val_every=20", "trainer.checkpoint_every=20")
-BEFORE_LAST = ("last-1.ckpt",)           # the interruption's checkpoint, if only the last one was due later
+BEFORE_LAST = ("last-1.ckpt",)           # saved at an interruption after which only the last was due
 LOCAL_JOBS = ("sweep.launcher=submitit", "sweep.arguments=cluster=local")
 NEEDS_PROC = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 NEEDS_SUBMITIT = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="submitit is not installed")
@@ -33,7 +33,7 @@ def statuses(folder: Path) -> dict[str, str]:
 
 
 def processes_of(run: Path) -> list[int]:
-    """Returns the processes that train a run, which have the run's directory on the command line."""
+    """Returns the processes that train a run: those with the run's directory on their command line."""
     return [int(file.parent.name) for file in Path("/proc").glob("[0-9]*/cmdline") if f"out_dir={run}" in words_of(file)]
 
 

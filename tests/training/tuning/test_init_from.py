@@ -125,7 +125,7 @@ def test_frozen_layers_for_a_gpu_can_compute_there(tmp_path: Path, tokenizer: Js
 
 
 def test_a_released_model_gives_its_tokenizer_template_and_length(tmp_path: Path) -> None:
-    """The file has weights alone: its vocabulary and its name decide."""
+    """The file contains only weights; its vocabulary size and its name determine the tokenizer, the template and the length."""
     pytest.importorskip("pyrwkv_tokenizer", reason="pyrwkv-tokenizer, which carries the vocabulary, is not installed")
     path = tmp_path / "rwkv7-g1k-0.1b-20260930-ctx25600.pth"
     small_model("conv1d", 65536, n_layer=1, n_embd=2).save_pretrained(path)

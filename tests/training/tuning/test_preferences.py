@@ -34,7 +34,7 @@ OPTIONS = ("data=chat", "data.path=pairs.jsonl", "data.batch_size=2", "data.cach
            "model.ctx_len=128", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
            "trainer.malloc=default", "tune.guard=null", "tune.objective=dpo", BASE)
 METHODS = ("lora", "state", "full")
-FULL = ["full", *(pytest.param(name, marks=pytest.mark.soak) for name in ("lora", "state"))]  # "full" has most own code
+FULL = ["full", *(pytest.param(name, marks=pytest.mark.soak) for name in ("lora", "state"))]  # full has most code of its own
 VALUES = ((-3.0, -5.5), (-2.0, -1.0), (-40.0, -7.25), (0.0, -100.0))     # log p of the chosen and the rejected answers
 REFERENCES = ((-3.5, -5.0), (-2.0, -1.5), (-30.0, -9.0), (-1.0, -2.0))
 LENGTHS = ((2, 3), (1, 1), (10, 4), (5, 9))
