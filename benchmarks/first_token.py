@@ -3,7 +3,7 @@
     python -m benchmarks.first_token [--repeats N] [--json FILE]
 
 Each measurement starts a new process, which reads a bfloat16 file in the shape of the 169M model and a short prompt. These
-processes alternate with a process that only imports torch and reads the file into memory, which is the lower bound. The table
+processes alternate with a process that only imports torch and reads the file into memory: the lower bound. The table
 shows medians. "cold" means without Taichi's cache of compiled kernels, "packed" that the file itself is in int4. Runs on Linux
 only. The last line of standard output is the result as JSON.
 """

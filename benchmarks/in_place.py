@@ -10,7 +10,7 @@ the tokens per second after the first byte. The table shows medians. Runs on Lin
     DTYPE/pth        variant: a bfloat16 .pth file, converted to this dtype at each start
     DTYPE/convert    variant: `timemix convert` from that .pth to a .safetensors file, with the seconds in total and the memory
 
-The starts alternate with a process that only imports torch and reads the largest file, which is the lower bound. The last line
+The starts alternate with a process that only imports torch and reads the largest file: the lower bound. The last line
 of standard output is the result as JSON.
 """
 

@@ -66,7 +66,7 @@ def _convolution(w: Tensor, x: Tensor, eps: float, backwards: bool) -> Tensor:
 @triton.jit
 def _convolve(w, x, out, B, C, T, eps, BACKWARDS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
               DEPTH: tl.constexpr):
-    """Convolves ROWS rows of one channel. `shift` counts steps from x to the output tile, which have the steps j and i."""
+    """Convolves ROWS rows of one channel. `shift` counts steps from x (steps j) to the output tile (steps i)."""
     rows = T // TILE * B
     i = tl.arange(0, TILE)
     j = tl.arange(0, DEPTH)

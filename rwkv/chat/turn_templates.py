@@ -6,7 +6,7 @@ ChatRWKV). A blank line ends a turn, so blank lines inside a message become sing
     System: {system}\n\nUser: {user}\n\nAssistant: {answer}\n\nUser: {user}\n\nAssistant:
 
 g1 is the format of world, with thoughts (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7). If an answer's message has
-"reasoning_content", the answer is "<think>\n{thoughts}\n</think>\n{answer}", also in earlier turns. thoughts.py describes how a
+"reasoning_content", the answer is "<think>\n{thoughts}\n</think>\n{answer}", in earlier turns too. thoughts.py describes how a
 prompt asks for thoughts. Generated thoughts may contain blank lines, so an answer ends where the next user turn begins, not at
 a blank line. Tools and calls have the format described in calls.py.
 

@@ -123,7 +123,7 @@ def _explain_unrecognised(path: Path, tensors: Mapping[str, Stored]) -> str:
     if SHARD.fullmatch(path.name):
         return f"{path} is one shard of a Hugging Face directory: pass the directory, with its config.json and index"
     extensions = {version: pattern for generation in generations() for version, pattern in generation.EXTENSIONS.items()}
-    has_later_names = any(name.endswith(".r_k") for name in tensors)     # RWKV-7 and later, also under another program's names
+    has_later_names = any(name.endswith(".r_k") for name in tensors)     # RWKV-7 and later, under another program's names too
     for version, pattern in (extensions if has_later_names else {**extensions, **OTHER_VERSIONS}).items():
         for name in tensors:
             if re.fullmatch(pattern, name):

@@ -148,7 +148,7 @@ class StepLayout(NamedTuple):
         return self.rows * self.parts * self.world
 
     def own(self, part: int) -> range:
-        """Returns the streams that are this process's rows in batch `part`, which is every world-th stream."""
+        """Returns the streams that are this process's rows in batch `part`: every world-th stream of the batch."""
         return self.common(part)[self.rank::self.world]
 
     def common(self, part: int) -> range:

@@ -4,7 +4,7 @@ These changes are always detected:
 
 - a weight or module is replaced by another object (load_state_dict(assign=True), adapters, reordered blocks),
 - a weight's data moves in memory (`weight.data = ...`, model.to),
-- torch's own operations change a weight in place, also under no_grad and inference_mode, because torch counts these changes,
+- torch's own operations change a weight in place, even under no_grad and inference_mode, because torch counts these changes,
 - a number, string or function is assigned to a module's attribute (`norm.eps = ...`, `block.first = ...`),
 - a module changes its class, or gets or loses a hook.
 

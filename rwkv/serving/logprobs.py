@@ -76,6 +76,6 @@ def _shown_entries(entries: list[Entry], text: str, shown: str) -> list[Entry]:
 
 
 def replace_text(entry: Entry, text: str) -> Entry:
-    """Returns a copy of the entry in which the token has a new text, also in the list of the likeliest tokens."""
+    """Returns a copy of the entry with a new text for the token, in the entry itself and in its list of likeliest tokens."""
     top = [{**token, "text": text} if token["token"] == entry["token"] else token for token in entry.get("top", ())]
     return {**entry, "text": text, "top": top}

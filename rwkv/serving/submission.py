@@ -21,7 +21,7 @@ async def answer(service: Service, sequences: list[Generate], spec: ResponseSpec
 async def submit(service: Service, sequences: list[Generate], begun: bool = False) -> Ticket:
     """Queues sequences, and returns their ticket. Raises ApiError, such as 429 if the queue is full.
 
-    `begun` is True for further sequences of a request that has begun, which are queued even if the queue is full or the server
+    `begun` is True for a request that has begun: its further sequences are queued even if the queue is full or the server
     is stopping.
     """
     if (grammar := sequences[0].request.grammar) is not None:
@@ -62,7 +62,7 @@ def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt",
             last = service.tokenizer.vocab_size - 1
             raise ApiError(400, f"{param} must contain token ids from 0 to {last}; got {max(ids)}", param)
     limit = service.config.max_prompt_tokens
-    if len(ids) > limit:                 # clients search for these phrases, which are Anthropic's and OpenAI's, and send less
+    if len(ids) > limit:                 # clients that find these phrases of Anthropic and OpenAI send a shorter prompt
         raise ApiError(400, f"{param}: the prompt is too long: {len(ids)} tokens > {limit} maximum. This model's maximum "
                             f"context length is {limit} tokens on this server (max_prompt_tokens=)", param,
                        "context_length_exceeded")

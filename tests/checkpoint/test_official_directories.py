@@ -73,7 +73,7 @@ def assert_near(actual: np.ndarray, expected: np.ndarray, relative: float = 2e-5
 
 @pytest.mark.parametrize("head_size", [64, 128, ONE_HEAD])
 def test_transformers_layout_is_read(tmp_path: Path, head_size: int) -> None:
-    """The epsilon of the group norm is head_dim * norm_eps, also if the file in the directory is named."""
+    """The epsilon of the group norm is head_dim * norm_eps, even if the path names the file in the directory."""
     model = model_of(head_size)
     tensors = write_official(tmp_path / "model", model)
     ids = tokens(model, B=1, T=16)

@@ -364,7 +364,7 @@ def test_a_directory_with_the_world_vocabulary_ends_texts_with_0(tmp_path: Path)
 
 
 def test_the_tokens_that_end_a_text_are_stored_in_gguf(tmp_path: Path) -> None:
-    """The end of a turn is read as well, also from a file of llama.cpp's converter."""
+    """The end-of-turn token is read as well, even from a file of llama.cpp's converter."""
     definition = {"kind": "json", "definition": chatml(["<|bos|>", "<|end_of_text|>", "<|eot_id|>"]), "end_of_text": [1, 2]}
     tokenizer = Tokenizer.from_dict(definition)
     model = small_model("reference", tokenizer.vocab_size, generation="rwkv7", n_layer=1)

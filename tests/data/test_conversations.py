@@ -262,7 +262,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
 
 
 def test_special_tokens_that_the_template_writes_are_tokens(tmp_path: Path) -> None:
-    """What a user types is text, also if it has the name of a special token. Both are shown by their names."""
+    """What a user types is text, even if it is the name of a special token. The preview shows both by name."""
     template, file = tmp_path / "chatml.jinja", tmp_path / "tokenizer.json"
     template.write_text("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
                         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
@@ -414,7 +414,7 @@ def test_tbptt_reads_conversations_whole(chat_corpus: Corpus) -> None:
 
 @each_generation
 def test_with_tbptt_validation_reads_conversations_whole(tmp_path: Path, generation: str) -> None:
-    """The validation loss is that of each conversation as one sequence, also where no answer begins within ctx_len."""
+    """The validation loss is that of each conversation as one sequence, even where no answer begins within ctx_len."""
     cases = ((50, "yes"), (40, "no"), (60, "often"))
     chat_corpus = corpus(tmp_path, [{"messages": messages("a" * n, answer)} for n, answer in cases], val_fraction=0.5)
     assert chat_corpus.conversations is not None

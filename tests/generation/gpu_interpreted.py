@@ -179,7 +179,7 @@ def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation:
 @pytest.mark.usefixtures("sums_in_order")
 @rwkv4_in_soak
 def test_an_engine_reads_short_prompts_together(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prompt has the same result as alone, also beside a long prompt, a row with log-probabilities and a cancelled row."""
+    """Each prompt has the same result as alone, even beside a long prompt, a row with log-probabilities and a cancelled row."""
     model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16)
     model.requires_grad_(False)
     monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)

@@ -528,7 +528,7 @@ def test_causality(case: tuple[Any, Any], device: str) -> None:
 
 @pytest.mark.thorough
 def test_a_scale_that_changes_along_time(case: tuple[Any, Any], device: str) -> None:
-    """Each step's error is small relative to that step, and 0 where the reference is 0, also if the loss reads few steps."""
+    """Each step's error is small relative to that step, and 0 where the reference is 0, even if the loss reads few steps."""
     adapter, operator = case
     skip_without_steps(adapter, operator)
     inputs = adapter.inputs(adapter.medium, torch.float32, device)

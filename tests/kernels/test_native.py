@@ -44,7 +44,7 @@ NATIVE_RUN = native.run
 
 
 def zig() -> str | None:
-    """Returns the Python that has zig's compiler, which is make native's or this one, or None."""
+    """Returns the Python that has zig's compiler: make native's, or this one, or None."""
     own = build.ROOT / ".venv-zig" / "bin" / "python"
     return str(own) if own.exists() else sys.executable if importlib.util.find_spec("ziglang") else None
 
@@ -220,7 +220,7 @@ def next_choice(operator: str) -> str:
 
 @in_c
 def test_a_kernel_that_the_library_lacks_is_named(tmp_path: Path) -> None:
-    """not_built() reads the name from the call in the kernel's file, also if the name begins an f-string."""
+    """not_built() reads the name from the call in the kernel's file, even if the name begins an f-string."""
     file = tmp_path / "c_v9.py"
     for called, missing in (('"wkv7_forward_float32"', None), ('f"wkv7_{direction}_{FORMS[r.dtype]}"', None),
                             ('"timex_c_v9"', "timex_c_v9"), ('\n        f"timex_c_v9_{kind}"', "timex_c_v9_")):

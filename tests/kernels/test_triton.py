@@ -1,7 +1,7 @@
 """Tests the Triton kernels without a GPU: Triton's interpreter executes them, and Triton compiles them to cubins.
 
 Both run in processes of their own, because an environment variable selects the interpreter before the kernels are imported. The
-processes run triton_interpreted.py and triton_cubins.py. make soak compiles every set of constants, also for older GPUs.
+processes run triton_interpreted.py and triton_cubins.py. make soak compiles every set of constants, for older GPUs too.
 """
 
 import importlib.util

@@ -109,7 +109,7 @@ def exchanged(file: str, reader: str, expected: str, cases: Iterable[str], outpu
 
 
 def each_kind_changed(folder: Path, outputs: AllOutputs) -> Iterator[Row]:
-    """Yields a row for each kind of RWKV-7's tensors, which is changed in all layers.
+    """Yields a row for each kind of RWKV-7's tensors. The tensors of that kind are changed in all layers.
 
     The row has the difference of the logits from float64 under the kernel for which it is smallest.
     """

@@ -332,7 +332,7 @@ def test_a_probe_does_not_change_training_by_a_bit(folder: Path, options: dict[s
 
 @pytest.mark.programs
 def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Warnings appear before the run, when the probe measures at its start and end, and in the report, also without it."""
+    """Warnings appear before the run and in the report. With the probe, warnings also appear at the run's start and end."""
     def wrong(w: torch.Tensor, k: torch.Tensor, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         grad_w, grad_k = conv1d.backward(w, k, grad_out)
         return grad_w, grad_k.roll(1, -1)

@@ -145,7 +145,7 @@ def test_null_inside_a_field_means_no_value(api: httpx.Client, fields: dict[str,
 
 
 def test_an_unknown_field_that_is_null_means_no_value(g1: Running) -> None:
-    """Clients in typed languages send all fields that they know, also those of other servers and of other kinds of tools."""
+    """Clients in typed languages send all fields that they know, even those of other servers and of other kinds of tools."""
     parameters = {"type": "object", "properties": {"a": {"const": None}}, "required": ["a"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "returns": None}, "custom": None}
     body = {**CHAT, "guided_json": None, "tools": [tool, tool], "response_format": {"type": "text", "schema": None},

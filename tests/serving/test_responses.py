@@ -330,7 +330,7 @@ def test_a_wrong_field_is_named(api: httpx.Client, field: str, value: Any) -> No
 
 
 def test_the_tokens_of_an_input_are_counted(client: "openai.OpenAI") -> None:
-    """The count is the number of tokens that the response then reads, also after another response."""
+    """The count is the number of tokens that the response then reads, with and without an earlier response."""
     request: dict[str, Any] = {"model": "tiny", "input": "hi", "instructions": "be"}
     first = client.responses.create(**request, max_output_tokens=4)
     assert first.usage is not None

@@ -307,7 +307,7 @@ def test_memory_is_bounded_and_the_most_recently_used_states_stay(start: Callabl
 
 @pytest.fixture(scope="module")
 def folder(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
-    """Yields a server that keeps states in a folder, which has room for some, and the folder."""
+    """Yields a server that keeps states in a folder with room for a few states, and the folder."""
     states_dir = tmp_path_factory.mktemp("kept")
     with serving(deep.parent, f"checkpoint={deep}", "tokenizer=byte", "states_mib=0", f"states_dir={states_dir}",
                  f"states_dir_mib={STATE_MIB}", "api_key=busy", "api_key=quiet", "api_key=third") as running:

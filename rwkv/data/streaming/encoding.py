@@ -74,7 +74,7 @@ def hold_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[Stream, Streamed
     size = sum(len(text.encode()) for text in texts)
     val = HeldOut(TokensInMemory(ids, np.cumsum([0, *map(len, documents)])[:-1]), size, lost,
                   8 * len(zlib.compress("\0".join(texts).encode(), 9, 31)) / max(size, 1), marks(texts))
-    left = None                          # unknown, also if a decompressor has read a small file to its end
+    left = None                          # unknown, even if a decompressor has read a small file to its end
     if stream.size is not None and 0 < read < stream.size:
         left = len(ids) * (stream.size / read - 1)
     return stream, Streamed(config, stream.sha256, begins, frozenset(fingerprint([text]) for text in texts), left), val

@@ -312,7 +312,7 @@ def test_a_model_without_a_step_in_c_says_why(make_model: Any, expected_word: st
 
 @each_generation
 def test_a_model_that_came_back_from_a_gpu_is_decoded_by_pytorch(generation: str) -> None:
-    """Lightning moves a model to the CPU at the end, also one whose frozen weights are packed for a GPU."""
+    """Lightning moves a model to the CPU at the end, even one whose frozen weights are packed for a GPU."""
     model = to_packed(small_model(generation=generation), "int4", "cpu").requires_grad_(False)
     ids = tokens(model, T=3)
     decoder = decoder_of(model, model.empty_state(len(ids)))

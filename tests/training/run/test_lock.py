@@ -44,7 +44,7 @@ def fork(do: Callable[[], object]) -> int:
 
 @contextmanager
 def lock_by_another(folder: Path) -> Iterator[None]:
-    """Makes another process hold the lock, which has a child process, such as a data loader.
+    """Makes another process hold the lock. That process has a child, such as a data loader.
 
     At the end the process is killed, and the lock must be free although the child is still alive.
     """
