@@ -130,7 +130,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=existing_file, metavar="FILE", help="default: a part of the standard library's sources")
     parser.add_argument("--neox", type=existing_file, metavar="FILE",
                         help="a `tokenizers` JSON file, such as 20B_tokenizer.json")
-    parser.add_argument("--peers", type=program, default=PEERS, metavar="PYTHON", help="of an environment with PyPI's rwkv")
+    parser.add_argument("--peers", type=program, default=PEERS, metavar="PYTHON", help="Python with PyPI's rwkv")
     parser.add_argument("--strings", type=at_least(1), default=10_000, metavar="N")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the result to this file")
     return parser.parse_args(argv)

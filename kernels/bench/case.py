@@ -88,7 +88,7 @@ class BenchCase(ABC):
     @property
     @abstractmethod
     def sequence(self) -> Tensor:
-        """Returns the tensor whose copy is the unit of time in the results."""
+        """Returns the tensor whose copying time the results use as a unit."""
 
     @abstractmethod
     def estimate(self, name: str) -> Costs:

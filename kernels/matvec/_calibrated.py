@@ -65,7 +65,7 @@ class WithMinimum:
         scale, minimum = _affine(groups, importance, self.max_q)
         d, m = _half(scale.amax(1, keepdim=True) / MAX_CODE), _half(minimum.amax(1, keepdim=True) / MAX_CODE)
         least = torch.full_like(d, torch.inf)
-        best = [torch.full_like(part, torch.nan) for part in (d, m, scale, minimum)]       # NaN stays where W is too large
+        best = [torch.full_like(part, torch.nan) for part in (d, m, scale, minimum)]       # where W is too large, the NaN stays
         for _ in range(REFINEMENTS):
             s, t = _codes(scale, d), _codes(minimum, m)
             q = _integers(groups, (d * s).unsqueeze(2), -(m * t).unsqueeze(2), self.max_q)

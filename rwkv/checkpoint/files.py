@@ -138,7 +138,7 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = N
 
 
 def describe(run: JsonObject, vocab_size: int, tokenizer: Tokenizer | None) -> JsonObject:
-    """Returns the entry `timemix` of a checkpoint file, which has only plain containers, so that loading executes no code."""
+    """Returns a checkpoint file's entry `timemix`, made of plain containers only, so that loading the file executes no code."""
     return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer and tokenizer.to_dict(),
             "tokenizer_hash": tokenizer and tokenizer.hash}
 

@@ -103,7 +103,7 @@ class Responses:
 
         Raises ApiError for an unknown item, and for items that together exceed the memory for responses.
         """
-        decoded: dict[str, dict[str, JsonObject]] = {}   # items by their ids, by the id of the response
+        decoded: dict[str, dict[str, JsonObject]] = {}   # response id -> item id -> item
         sizes: dict[str, int] = {}
         resolved, total = [], 0
         for place, item in enumerate(items):

@@ -75,7 +75,7 @@ def test_the_options_of_an_experiment_and_of_a_debug_run_stay() -> None:
 
 @pytest.mark.parametrize("method", TUNING_DEFAULTS)
 def test_a_run_of_an_earlier_version_keeps_its_rate_and_length(base: str, tmp_path: Path, method: str) -> None:
-    """The old config.yaml has no epochs, and the learning rate of training. The same command line continues the run."""
+    """The old config.yaml has no epochs, and the rate for training from scratch. The same command continues the run."""
     before = as_plain(TrainConfig(tune=TuneConfig(method=method), init_from=base))
     before["data"]["name"] = "chat"
     del before["trainer"]["epochs"]

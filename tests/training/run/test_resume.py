@@ -225,7 +225,7 @@ def test_the_user_s_steps_replace_an_experiment_s_tokens(tmp_path: Path) -> None
 @pytest.mark.programs
 def test_ctrl_c_in_the_last_validation_leaves_a_run_that_can_be_finished(run: Run, tmp_path: Path,
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """After two stops, the last val/loss, best.ckpt, sample, report and mark are those of a run that was not stopped."""
+    """A run that was stopped twice ends with the val/loss, best.ckpt, sample and report of a run that was not stopped."""
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     options = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=5",
                "trainer.val_every=3", "trainer.checkpoint_every=2", "data.num_workers=0")
