@@ -89,8 +89,8 @@ if hasattr(ti.lang.kernel_impl, "_inside_class"):
 def start(arch: Any) -> None:
     """Starts Taichi on `arch`. Raises RuntimeError if Taichi cannot start.
 
-    real_matrix_scalarize=False keeps Taichi's vectors as LLVM vectors, which is several times faster on a CPU. fast_math is on
-    by default, and stays on: LLVM may reorder sums, but NaN and infinity still propagate.
+    With real_matrix_scalarize=False, Taichi's vectors stay LLVM vectors, and kernels are several times as fast on a CPU.
+    fast_math is on by default, and stays on: LLVM may reorder sums, but NaN and infinity still propagate.
     """
     cache = _cache()
     with _hidden_variables(), _silent(), _no_version_check():

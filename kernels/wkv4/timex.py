@@ -45,7 +45,7 @@ def requires(timex: str, block: int = BLOCK) -> Requires:
 
 
 class Weights(NamedTuple):
-    """Tables of weights over the steps of one block, (C,N) each, and w and the steps, from which the gradients are computed."""
+    """Tables of weights over the steps of one block, (C,N) each; and w and the steps, which the gradients need."""
 
     w: Tensor            # (C,)
     lag: Tensor          # W, the weights by lag, lag 0 last

@@ -20,7 +20,7 @@ REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float
 
 CHUNK = 64                           # steps between two states that forward saves
 GROUP = 4                            # steps between two states that _keys stores; equals GROUP in _keys
-PROGRAMS = 2048                      # largest number of programs of _keys, each of which stores (CHUNK / GROUP) N SHARE numbers
+PROGRAMS = 2048                      # largest number of programs of _keys; each program stores (CHUNK / GROUP) N SHARE numbers
 SHARE = 16                           # rows or columns per program, a power of 2
 WARPS, KEYS_WARPS = 2, 4              # with 2 warps, _keys would need more than 255 registers
 

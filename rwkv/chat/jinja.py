@@ -49,7 +49,7 @@ class Ending(NamedTuple):
 
     closed: str                          # the text after an answer that is the last turn
     end: str                             # the text between an answer and the next turn, whatever the role of the next turn
-    prompt: str                          # the prompt that some templates write at the end of `closed` without a request, or ""
+    prompt: str                          # the prompt that some templates write at the end of `closed` unasked, or ""
     stop: tuple[str, ...]                # stop strings, as in ChatTemplate
 
 

@@ -1,4 +1,4 @@
-"""Tests adapters of PEFT and RWKV-PEFT: each is merged as in float64 over each layout of names, or refused by name.
+"""Tests adapters of PEFT and RWKV-PEFT under each layout of names: the merge equals float64's, or an error names the adapter.
 
 The tests compute the expected weights in the adapter's layout, from its formula and the file's own matrices.
 """

@@ -260,7 +260,7 @@ def test_the_storage_of_a_weight_is_not_the_whole_mapped_file(tmp_path: Path, ge
     """torch.save and pickle write the whole storage of each tensor."""
     path = tmp_path / NAMES[format]
     small_model("reference", generation=generation, **SIZES[generation]).save_pretrained(path)
-    for name, weight in RWKV.from_pretrained(path, "reference").state_dict().items():        # a file may join a few vectors
+    for name, weight in RWKV.from_pretrained(path, "reference").state_dict().items():        # some formats join vectors
         assert weight.untyped_storage().nbytes() <= 10 * weight.nbytes, name
 
 

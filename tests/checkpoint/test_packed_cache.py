@@ -120,7 +120,7 @@ def test_the_least_recently_used_are_deleted(model_file: Path, monkeypatch: pyte
     start_program(files[1]).model()
     os.utime(first, (1, 1))
     os.utime(second, (2, 2))
-    assert not start_program(files[0]).caches               # the cache is read: its entry is newer than the second
+    assert not start_program(files[0]).caches               # this start reads `first`, which is then newer than `second`
     abandoned = packed_cache.folder() / ".old.safetensors.123"
     abandoned.touch()
     os.utime(abandoned, (1, 1))

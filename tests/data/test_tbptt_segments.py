@@ -71,7 +71,7 @@ def join_batches(batches: Sequence[Segments], join: Callable[[list[Tensor]], Ten
 def first_epoch(tokens: TokenArray, ctx_len: int, K: int, layout: StepLayout, seed: int) -> list[int]:
     """Returns the targets of the first epoch's chunks.
 
-    The last of the chunks ends before a stream has read two shares of all segments.
+    All these chunks end before any stream has read two shares of all segments.
     """
     chunks, targets, number, assigned = DocumentChunks(tokens, END, ctx_len, layout.streams), [], [0] * layout.streams, 0
     two_shares = 2 * -(-int(chunks.segments.sum()) // layout.streams)

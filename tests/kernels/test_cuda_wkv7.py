@@ -58,7 +58,7 @@ def test_output_state_and_gradients(name: str, shape: tuple[int, ...], host: Hos
 
 
 def test_the_ends_of_the_range_of_decay_and_zeros(wkv7: WKV7) -> None:
-    """Each head tests one end or one kind of zeros."""
+    """Each head has the decay at one end of its range, or one kind of zeros."""
     inputs = cases.inputs(1, STEPS[wkv7.name], 5, 64)
     _, log_w, k, _, a, b, _ = inputs
     for head, end in enumerate((cases.FASTEST, cases.SLOWEST, 0.0)):

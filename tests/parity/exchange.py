@@ -3,7 +3,7 @@
 Each case has a folder with these files:
 
     official.pth                        RWKV-LM's layout, written by torch.save
-    control.pth                         the same with one weight slightly changed (RWKV-4)
+    control.pth                         official.pth with one weight slightly changed (RWKV-4)
     ours.pth, ours/ (RWKV-4), ours.gguf and q8_0.gguf (RWKV-7)      written by save_pretrained
     theirs/                             written by transformers
     theirs.gguf                         quantised to Q8_0 by llama.cpp from ours.gguf

@@ -362,7 +362,7 @@ def test_an_answer_that_nobody_reads_is_dropped(server: Running) -> None:
 
 
 def test_a_key_is_asked_for_and_cors_names_pages(start: Callable[..., Running], tmp_path: Path) -> None:
-    """The log shows a command that asks the server something, without the key, because many may read the log."""
+    """The log shows an example of a request, but not the API key, because many may read the log."""
     (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfpepper\r\n\r\n  open \n")
     server = start("api_key=sesame", f"api_key_file={tmp_path / 'keys'}", "cors=https://page.example")
     first, *_, last = (line.split(maxsplit=1) for line in server.log.splitlines())

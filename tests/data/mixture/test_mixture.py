@@ -127,7 +127,7 @@ def test_each_source_is_split_as_in_a_run_on_it_alone(folder: Path) -> None:
 def test_validation_leaves_out_what_another_source_trains_on(folder: Path) -> None:
     Path("more.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in [*reversed(LINES), "only here"]))
     write(Path("ids"), [[*line.encode(), 0] for line in LINES[:40]], "int32")
-    for _ in range(2):                   # with the hashes of the cache, too
+    for _ in range(2):                   # the second round reads the cached hashes
         corpus = prepare(mix({"path": "a.jsonl"}, {"path": "more.jsonl"}, {"path": "ids"}, val_fraction=0.4), 16)
         train, val = ([{*bytes(getattr(part.corpus, split)[:].tolist()).strip(b"\0").split(b"\0")} for part in corpus.parts]
                       for split in ("train", "val"))

@@ -131,7 +131,7 @@ def test_a_run_without_a_checkpoint_restarts_and_keeps_its_earlier_files(folder:
 
 
 def test_a_run_without_last_ckpt_resumes_from_best_ckpt(folder: Path, whole: Path, tmp_path: Path) -> None:
-    """The run was killed after its first validation, which wrote best.ckpt. Damage to kernel.json costs only times."""
+    """The run was killed after its first validation, which wrote best.ckpt. If kernel.json is damaged, only times are lost."""
     validating = (*RUN, "trainer.val_every=25", "trainer.max_steps=40")
     assert done_here(folder, "train", *validating, f"out_dir={tmp_path}/whole").status == 0
     process = fork_run(folder, *validating, f"out_dir={tmp_path}/killed")
