@@ -1,4 +1,4 @@
-"""This module compares an implementation's results with the operator's float64 reference, for tests and benchmarks.
+"""Compares an implementation's results with the operator's float64 reference, for tests and benchmarks.
 
 An operator's cases.py has two functions. `results` runs the operator forward and backward, and returns all results by name.
 `tolerance` returns the tolerances of the results by name. In this module, `errors` compares two dictionaries of results, and

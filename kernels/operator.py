@@ -1,4 +1,4 @@
-"""This module contains `Operator`, the base class of all operators.
+"""Contains `Operator`, the base class of all operators.
 
 `Operator` disables autocast, handles sizes of 0, and connects an implementation to autograd and torch.library. An instance
 computes one operator by one implementation, which is chosen by name. Instances contain no tensors, and can be copied and

@@ -320,7 +320,7 @@ def hidden_calls(source: str) -> list[str]:
 
 
 def test_no_parameter_of_a_kernel_hides_a_function_that_it_calls() -> None:
-    """Such an error in Taichi's CUDA code would not be noticed on a CPU, which does not compile it."""
+    """A hidden function in Taichi's CUDA code would not be noticed on a CPU, where that code is not compiled."""
     assert hidden_calls("def at(i):\n    return i\ndef read(x, at):\n    return x[at(at + 1)]") == ["read: at"]
     files = sorted((ROOT / "kernels").rglob("*.py"))
     assert [(file.name, name) for file in files for name in hidden_calls(file.read_text(encoding="utf-8"))] == []

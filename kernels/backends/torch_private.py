@@ -1,4 +1,4 @@
-"""This module calls private functions of torch, and looks up each of them at its first use.
+"""Calls private functions of torch, and looks up each of them at its first use.
 
 If a later torch lacks a private function, the public function here returns a result that is safe but slow: callers then always
 use the registered operators and the plain formulas. Only function transforms fail, with torch's own error about setup_context.

@@ -1,4 +1,4 @@
-"""This package samples the next token for each row of logits, with one uniform random number per row.
+"""Samples the next token for each row of logits, with one uniform random number per row.
 
     weight_i = exp(logit_i / temperature)         the token is the first at which the cumulative weight exceeds uniform * sum
 

@@ -1,4 +1,4 @@
-"""This module finds the dtypes that the CPU multiplies natively. Other dtypes are converted to float32 first."""
+"""Finds the dtypes that the CPU multiplies natively. Other dtypes are converted to float32 first."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""This package multiplies a few rows by a packed matrix, which is packed once and used often, as in decoding.
+"""Multiplies a few rows by a packed matrix, which is packed once and used often, as in decoding.
 
     y[r,n] = sum_k x[r,k] W[n,k]          x (R,K), W (N,K), y (R,N)
 

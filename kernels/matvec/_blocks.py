@@ -1,4 +1,4 @@
-"""This module computes the values of GGUF's blocks in PyTorch. csrc/blocks.c describes the layouts.
+"""Computes the values of GGUF's blocks in PyTorch. csrc/blocks.c describes the layouts.
 
 Each public function takes blocks (n,bytes) uint8 and returns the values (n,elements) in `dtype`, float32 or float64. In float32
 the values have the same bits as those of ggml and of the package gguf, except for the sign of 0. Source: ggml,

@@ -1,4 +1,4 @@
-"""This module calls the C kernels, in a prebuilt shared library for each system, so that users need no compiler.
+"""Calls the C kernels, in a prebuilt shared library for each system, so that users need no compiler.
 
     run("wkv4_forward_float32", threads, B, T, C, ...)
 

@@ -1,4 +1,4 @@
-"""This package computes brick padding, which surrounds an image with copies of a tile, arranged like the bricks of a wall.
+"""Computes brick padding, which surrounds an image with copies of a tile, arranged like the bricks of a wall.
 
     out[..., y, x] = tile[..., Y mod h, (X + offset * floor(Y / h)) mod w]          Y = y - top, X = x - left
 

@@ -1,4 +1,4 @@
-"""This package computes softmax over the last dimension.
+"""Computes softmax over the last dimension.
 
     y[n,i] = e^(x[n,i] - m[n]) / sum_j e^(x[n,j] - m[n])          m[n] = max_j x[n,j];  x, y (..., M)
 

@@ -1,4 +1,4 @@
-"""This package computes TimeX, the depthwise causal convolution over time of RWKV-2, -3 and -4.
+"""Computes TimeX, the depthwise causal convolution over time of RWKV-2, -3 and -4.
 
     out[b,c,t] = eps + sum_{u=0..t} w[c,(T-1)-(t-u)] * k[b,c,u]            w (C,T), k (B,C,T), out (B,C,T)
 

@@ -9,7 +9,7 @@ from kernels.backends.taichi import ti
 from kernels.registry import Requires
 from kernels.timex._tiles import TILE, Flat, Products, column, read
 
-REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # with 32, B C T < 2**30 also bounds the number of threads
+REQUIRES = Requires(packages=("taichi",), T_multiple=32)  # since 32 divides T, the limit on B C T also limits the threads
 
 STEPS = 8  # steps of x in registers, on a CPU
 THREADS, T_GROUP = 32, 4  # on a GPU: threads per block, outputs per thread

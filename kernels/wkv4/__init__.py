@@ -1,4 +1,4 @@
-"""This package computes WKV, the operator of RWKV-4's time mixing: an average of v with weights that decay with the lag.
+"""Computes WKV, the operator of RWKV-4's time mixing: an average of v with weights that decay with the lag.
 
 With w = -exp(time_decay) < 0 and u = time_first, in each channel:
 

@@ -1,4 +1,4 @@
-"""This package computes WKV-7, RWKV-7's operator: a matrix state decays, forgets along one direction, and adds v k^T.
+"""Computes WKV-7, RWKV-7's operator: a matrix state decays, forgets along one direction, and adds v k^T.
 
 For each batch row and head, the state S is an N x N matrix, with rows i for the value and columns j for the key. The inputs of
 a step are vectors of N numbers. With w = exp(log_w), a step is

@@ -347,7 +347,7 @@ class _Choice:
             thoughts, text = self._answer.push(event.text, last)
             offset = self._answer.text_place
             decided = self._answer.decided
-        if not self._parser and not self._tokens:        # the usual case, for each token
+        if not self._parser and not self._tokens:        # the usual case, reached for every token
             return thoughts, [Part(text, [])] if text else []
         pieces: list[tuple[str, int] | JsonObject] = [(text, self._n_chars - len(text))]
         spans = [(self._n_chars - len(text), self._n_chars)]

@@ -83,7 +83,7 @@ def test_tokens_are_each_document_after_end_of_text(library: DataConfig, tokeniz
 def test_documents_begin_with_the_end_of_text_that_is_named(library: DataConfig, tmp_path: Path) -> None:
     """Data with another separator have another cache entry.
 
-    A document that contains the separator's name has no further separator.
+    If a document contains the separator's name, the name stays text and adds no separator.
     """
     (tmp_path / "library" / "typed.txt").write_text("a <|eot_id|> b <|end_of_text|>")
     file = tmp_path / "tokenizer.json"

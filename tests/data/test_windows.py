@@ -169,7 +169,7 @@ def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, work
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.ENOSYS])
 def test_workers_without_semaphores_are_refused(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This happens in a container whose /dev/shm is full, read-only or missing."""
+    """Semaphores are missing in a container whose /dev/shm is full, read-only or missing."""
     def refuse(*_: object, **__: object) -> None:
         raise OSError(error, os.strerror(error))
 

@@ -119,7 +119,7 @@ def test_waiting_for_a_library_that_ignores_signals_is_ended() -> None:
 
 
 def test_an_interruption_while_the_thread_starts_leaves_no_thread_behind() -> None:
-    """Such a thread would compute until the process ends, and hold up all others."""
+    """A thread that is left behind would compute until the process ends, and hold up all others."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     before, ended = {*threading.enumerate()}, threading.Event()
 

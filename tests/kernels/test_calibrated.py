@@ -123,7 +123,7 @@ def test_unusual_weights_and_inputs(format: str) -> None:
 
 @each_format
 def test_weights_that_are_too_large_are_not_finite(format: str) -> None:
-    """Such weights must not become zeros, which no check would notice."""
+    """Weights that are too large must not become zeros, because no check would notice the zeros."""
     assert not quantise(1e8 * matrix(), [moments()], format).is_finite()
 
 

@@ -12,7 +12,7 @@ from kernels.backends.graphs import capture
 
 
 def test_after_a_failed_capture_kernels_are_launched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise nothing could be generated on a GPU where a capture is impossible, as with CUDA_LAUNCH_BLOCKING=1."""
+    """A GPU on which a capture is impossible, as with CUDA_LAUNCH_BLOCKING=1, can still generate."""
     streams = ["default"]
 
     @contextmanager

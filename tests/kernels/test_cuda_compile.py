@@ -143,7 +143,7 @@ def test_compiler_errors_are_shown(source: Source, nvrtc: str) -> None:
 @pytest.mark.parametrize(("capability", "words"), [((5, 2), "this GPU has 5.2: .* an earlier"), ((99, 0), "99.0: .* a later")])
 def test_a_gpu_that_nvrtc_does_not_know_leaves_auto_another_kernel(capability: tuple[int, int], words: str,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise auto would choose a CUDA kernel, and the run would end when the kernel is compiled."""
+    """If auto chose a CUDA kernel, the run would fail when the kernel is compiled."""
     monkeypatch.setattr(cuda, "_driver", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -1,6 +1,6 @@
 """Tests of adapters=NAME=PATH,...
 
-Tuned states and LoRA adapters are models of one server, and each gives the texts that it gives alone.
+Tuned states and LoRA adapters are models of one server, and each generates the same texts as it does alone.
 """
 
 import shutil

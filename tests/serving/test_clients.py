@@ -196,7 +196,7 @@ def test_options_without_effect_are_accepted(api: httpx.Client) -> None:
 
 
 def test_json_object_may_have_a_schema(api: httpx.Client) -> None:
-    """llama.cpp, llama-cpp-python and Together have the schema there."""
+    """llama.cpp, llama-cpp-python and Together have the schema in the json_object."""
     schema = {"type": "object", "properties": {"a": {"const": 3}}, "required": ["a"], "additionalProperties": False}
     assert json.loads(chat(api, response_format={"type": "json_object", "schema": schema}, max_tokens=200)) == {"a": 3}
     assert json.loads(chat(api, response_format={"type": "json_object", "value": schema}, max_tokens=200)) == {"a": 3}    # TGI

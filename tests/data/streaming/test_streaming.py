@@ -263,7 +263,7 @@ def test_a_continued_stream_continues_again(config: DataConfig) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_a_reader_that_is_dropped_closes_its_file(tmp_path: Path, name: str) -> None:
-    """Otherwise the file would stay open until Python's garbage collector runs."""
+    """If the reader did not close the file, it would stay open until Python's garbage collector runs."""
     path = tmp_path / name
     path.write_bytes(gzip.compress(lines_of(TEXTS)) if name.endswith(".gz") else lines_of(TEXTS))
     gc.disable()

@@ -133,7 +133,7 @@ def test_an_int8_matrix_by_input_gives_the_bits_of_one_by_output(level: str, gen
 @pytest.mark.parametrize("format", FORMATS_HERE)
 @torch.no_grad()
 def test_nonfinite_numbers_stay_nonfinite(level: str, format: str, generation: str) -> None:
-    """Otherwise a model that overflows would write random text instead of failing. Other rows are not affected."""
+    """A model that overflows must fail instead of writing random text. Other rows are not affected."""
     model = model_in(format, generation)
     decoder = CDecoder(model, model.empty_state(3))
     if format in BLOCKS:

@@ -201,7 +201,7 @@ def test_an_option_of_a_newer_version_is_named(tmp_path: Path, option: str) -> N
                                      b"seed: 2020-13-45\n",
                                      yaml.safe_dump(as_plain(TrainConfig()) | {"model": "small"}).encode()])
 def test_a_damaged_configuration_is_named(tmp_path: Path, damaged: bytes) -> None:
-    """The run has no checkpoint, which would also contain the configuration."""
+    """The run has no checkpoint, because a checkpoint would also contain the configuration."""
     (tmp_path / "config.yaml").write_bytes(damaged)
     with pytest.raises(UserError, match=r"config\.yaml"):
         open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], [])
