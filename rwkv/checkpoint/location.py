@@ -94,12 +94,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _single_file(folder: Path) -> Path:
-    """Returns the only file with weights in a folder, or the first part of a split GGUF."""
+    """Returns the only file with weights in a folder, the first part of a split GGUF, or a folder of shards with an index."""
     files = [file for file in sorted(folder.iterdir()) if hub.has_weights(file.name, WEIGHT_SUFFIXES) and file.is_file()
              and not re.search(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$", file.name)]
     if len(files) == 1:
         return files[0]
     if files and all(SHARD.fullmatch(file.name) for file in files):
+        if any((folder / index).is_file() for index in hub.INDICES):
+            return folder
         raise CheckpointError(f"{folder} contains {len(files)} shards of a Hugging Face directory, but lacks the config.json: "
                               "download this file, too")
     if files:

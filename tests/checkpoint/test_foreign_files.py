@@ -395,6 +395,23 @@ def test_shards_without_their_index_or_config_say_so(model: RWKV, tmp_path: Path
     refuses_undamaged(folder, "config.json")
 
 
+@pytest.mark.parametrize(("stem", "suffix"), [("pytorch_model", ".bin"), ("model", ".safetensors")])
+def test_shards_of_the_author_s_tensors_need_no_config(model: RWKV, tmp_path: Path, stem: str, suffix: str) -> None:
+    """DeepSpeed's zero_to_fp32.py and Accelerate write such folders; each of the directory's layouts requires config.json."""
+    save_file({name: weight.contiguous() for name, weight in model.state_dict().items()}, tmp_path / "model.safetensors")
+    shard(tmp_path, stem, suffix)
+    (tmp_path / "model.safetensors").unlink()
+    assert_same(tmp_path, model)
+    for layout in (None, "official"):
+        folder = tmp_path / f"{layout}"
+        model.save_pretrained(tmp_path / "model.pth")
+        write_checkpoint(read_checkpoint(tmp_path / "model.pth"), folder, format="huggingface", layout=layout)
+        shard(folder, stem, suffix)
+        for name in ("model.safetensors", "config.json"):
+            (folder / name).unlink()
+        refuses_undamaged(folder, "lacks the config.json")
+
+
 def test_models_in_subfolders_are_named(model: RWKV, tmp_path: Path) -> None:
     """transformers' Trainer writes checkpoint-1, checkpoint-2 and so on."""
     for number in (1, 2):

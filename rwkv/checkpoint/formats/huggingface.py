@@ -16,6 +16,7 @@ rwkv-rs/hf-adapter.
 
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -49,6 +50,7 @@ OURS = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
 WHOLE, INDICES = hub.WHOLE, hub.INDICES
 HEADS = ("lm_head.weight", "head.weight")
 QUANTISED = "weights quantised by another program"
+AUTHORS_EMBEDDING = re.compile(r"(?!rwkv7\.)(?:.+\.)?emb\.weight")      # "rwkv7.": of transformers' branch
 FEATURES = {"quantization_config": QUANTISED, "quantization": QUANTISED, "pruned_heads": "pruned heads",
             "final_logit_softcapping": "capped logits", "rope_scaling": "rotary positions"}
 CONSTANTS = {"hidden_act": ("sqrelu", "relu2", "relu_squared", "squared_relu")}          # all of these names mean max(x, 0)^2
@@ -69,12 +71,14 @@ UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # keys with these suffi
 
 
 def recognises(path: Path) -> bool:
-    return (path / CONFIG).is_file() or hub.has_configuration(path)
+    return any((path / name).is_file() for name in (CONFIG, *INDICES)) or hub.has_configuration(path)
 
 
 def read(path: Path) -> Content:
     """Reads a directory, or one file in it that has all weights, with the directory's configuration and tokenizer."""
     folder = path.parent if path.is_file() else path
+    if not (folder / CONFIG).is_file():
+        return _shards_alone(folder)
     config, generation = _config(folder / CONFIG)
     require_supported(folder / CONFIG, config, CONSTANTS | generation.HUGGING_FACE_CONSTANTS,
                       FEATURES | generation.HUGGING_FACE_FEATURES)
@@ -219,6 +223,15 @@ def _config(path: Path) -> tuple[JsonObject, ModuleType]:
         raise CheckpointError(f"{path.parent} is {version} checkpoint: config.json has model_type {kind!r}, but {expected} is "
                               f"expected. This program runs {supported_names()}")
     return config, generation
+
+
+def _shards_alone(path: Path) -> Content:
+    """Reads the author's tensors from shards without config.json, as DeepSpeed's zero_to_fp32.py and Accelerate write them."""
+    content = _weights(path)
+    if not any(AUTHORS_EMBEDDING.fullmatch(name) for name in content.tensors):
+        raise CheckpointError(f"{path} contains shards of a Hugging Face directory, but lacks the config.json: download this "
+                              "file, too")
+    return content
 
 
 def _weights(path: Path) -> Content:
