@@ -239,6 +239,11 @@ class RWKV(Model):
             raise UserError(f"save_pretrained can save only the weights of {self.generation.NAME}, but this model has {other}. "
                             "Remove what was added to the layer, such as a parametrisation or a pruning mask of "
                             "torch.nn.utils, or save model.state_dict() with torch.save")
+        if wrapper := next((name for name, weight in weights.items() if hasattr(weight, "__tensor_flatten__")), None):
+            raise UserError("save_pretrained can save only plain tensors, but "
+                            f"{wrapper} is a {type(weights[wrapper]).__name__}. Gather a sharded model's weights with "
+                            "full_state_dict=True of torch.distributed.checkpoint.state_dict.get_model_state_dict, and save "
+                            "them with torch.save, as a .pth")
         checkpoint = checkpoint_of(weights, tokenizer, self.config, "the model")
         if self.origin is not None:
             origin, run = self.origin

@@ -11,7 +11,7 @@ import pytest
 import torch
 from models import small_model, tokens
 from refusals import refuses
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
@@ -339,6 +339,19 @@ def test_added_weights_are_not_saved(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / "model.pth")
     prune.remove(model.head, "weight")
     model.save_pretrained(tmp_path / "model.pth")
+
+
+class Sharded(Tensor):
+    """A tensor whose numbers are in other tensors, like a DTensor, which is a weight of a model after fully_shard."""
+
+    def __tensor_flatten__(self) -> Any: ...
+
+
+def test_a_sharded_model_says_how_to_save_it(tmp_path: Path) -> None:
+    model = small_model()
+    model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(Sharded))
+    with pytest.raises(UserError, match=r"head\.weight is a Sharded.*full_state_dict=True"):
+        model.save_pretrained(tmp_path / "model.pth")
 
 
 def test_a_tokenizer_larger_than_the_model_is_not_saved_with_it(model: RWKV, tmp_path: Path) -> None:
