@@ -18,6 +18,7 @@ WEIGHT_SUFFIXES = (*hub.WEIGHTS, ".pt")         # a file with one of these suffi
 DIRECTORY_SUFFIXES = (".safetensors", ".bin", ".json", ".txt", ".jinja")      # files of a Hugging Face directory
 SHARD = re.compile(r".+-\d{5}-of-\d{5}\.(?:safetensors|bin)")       # the name of one shard of a Hugging Face directory
 LONGEST_PATH = 4096                      # bytes: a longer file called latest contains no path
+DEEPSPEED = "zero_to_fp32.py"            # DeepSpeed writes this program into the folder of its checkpoints
 SIMILAR = 0.85                           # a hint names a file whose name is at least this similar, from 0 to 1
 FOLDER = "checkpoints"                   # the folder of a run's checkpoints, in the run's directory
 LAST = Path(FOLDER) / "last.ckpt"
@@ -107,6 +108,9 @@ def _single_file(folder: Path) -> Path:
     if files:
         names = ", ".join(file.name for file in files[:4]) + (", ..." if files[4:] else "")
         raise CheckpointError(f"{folder} contains {len(files)} files with weights: name one file ({names})")
+    if (folder / DEEPSPEED).is_file():
+        raise CheckpointError(f"{folder} is a checkpoint of DeepSpeed in several parts: join the parts with python {DEEPSPEED} "
+                              ". OUT in this folder, and pass OUT")
     models = {file.parent for mark in hub.MARKS for file in folder.glob(f"*/{mark}")}
     if models:                           # such as checkpoint-500 of transformers' Trainer, or an adapter with a name
         raise CheckpointError(f"{folder} contains {count_of(len(models), 'model')} in folders of their own: name one, such as "

@@ -42,7 +42,7 @@ ON_A_PAGE = re.compile(r"(?:blob|resolve|raw|tree)/([^/]+)(?:/(.*))?")         #
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf\Z)")
 QUANTISATION = re.compile(r"(?<![A-Za-z0-9])(?:IQ\d\w*|Q\d\w*|T?BF16|F16|F32|MXFP4)(?![A-Za-z0-9_])", re.IGNORECASE)
 WEIGHTS = (".pth", ".safetensors", ".gguf", ".st", ".ckpt", ".bin", ".ggmf")
-TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|rng_state(_\d+)?|training_args)\.(pt|pth|bin)")
+TRAINER_STATE = re.compile(r"(optimizer|scheduler|scaler|rng_state(_\d+)?|training_args|.*_optim_states)\.(pt|pth|bin)")
 FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MARKS = (CONFIG, ADAPTER_CONFIG)         # a directory with one of these is a model or adapter
@@ -264,7 +264,7 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
 
 
 def has_weights(file: str, suffixes: tuple[str, ...] = WEIGHTS) -> bool:
-    """Returns True if a file with this name may contain weights: not the state of a trainer of transformers."""
+    """Returns True if a file with this name may contain weights: not the state of a trainer of transformers or DeepSpeed."""
     return file.endswith(suffixes) and not TRAINER_STATE.fullmatch(file.rpartition("/")[2])
 
 

@@ -114,6 +114,22 @@ def test_the_state_dict_of_an_averaged_model_is_read(model: RWKV, tmp_path: Path
     assert_same(tmp_path / file, model)
 
 
+def test_the_step_of_another_trainer_may_be_a_tensor(model: RWKV, tmp_path: Path) -> None:
+    torch.save({"state_dict": model.state_dict(), "global_step": torch.tensor(7)}, tmp_path / "model.ckpt")
+    assert_same(tmp_path / "model.ckpt", model)
+
+
+def test_deepspeeds_folders(model: RWKV, tmp_path: Path) -> None:
+    """The weights of ZeRO-1 and 2 are in one file, beside the optimiser's state."""
+    step = tmp_path / "global_step7"
+    step.mkdir()
+    (tmp_path / "zero_to_fp32.py").touch()
+    torch.save({"module": model.state_dict(), "global_steps": 7}, step / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": {}}, step / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert_same(step, model)
+    refuses_undamaged(tmp_path, "zero_to_fp32.py")
+
+
 def test_other_weights_beside_lightnings_state_dict(model: RWKV, tmp_path: Path) -> None:
     """Lightning's WeightAveraging saves the average as state_dict, and the current weights beside it."""
     current = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
