@@ -64,6 +64,7 @@ CONSTRAINTS = {"json": "json", "regex": "regex", "choice": "choice", "grammar": 
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 ANY_OBJECT: JsonObject = {"type": "object"}
 CONTINUATION = ("add_generation_prompt", "continue_final_message")       # the options in NEUTRAL that chat completions support
+CONTINUED = ("prefix", "partial")        # fields that mark a message to continue, of DeepSeek and Mistral, and of Kimi and Qwen
 # The server ignores the parameters of the samplers in OFF, and options for loading and memory, because the size of a state is
 # constant and the model stays loaded.
 WITHOUT_EFFECT = (
@@ -434,9 +435,11 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
 
     def continues(self) -> bool:
         """Returns whether the answer continues the last message. Raises ApiError for conflicting fields."""
-        continues = self.continue_final_message is True
+        last = self.messages[-1] if isinstance(self.messages, list) and self.messages else None
+        marked = isinstance(last, dict) and any(last.get(field) is True for field in CONTINUED)
+        continues = self.continue_final_message is True or marked
         if self.add_generation_prompt is continues:      # add_generation_prompt is not None and equals `continues`
-            problem = "must be false, because continue_final_message is true" if continues else (
+            problem = "must be false, because the request continues the last message" if continues else (
                 "must be true, unless continue_final_message is true")
             raise ApiError(400, f"add_generation_prompt {problem}", "add_generation_prompt")
         return continues

@@ -176,6 +176,19 @@ def test_an_empty_last_message_begins_a_new_answer(g1: Running) -> None:
     assert text("/v1/messages", {**empty, "content": []}) == text("/v1/messages")
 
 
+@pytest.mark.parametrize("mark", ["prefix", "partial"])
+def test_a_mark_in_the_last_message_continues_it(server: Running, mark: str) -> None:
+    """DeepSeek's and Mistral's clients send prefix, Kimi's and Qwen's partial."""
+    def text(**options: Any) -> Any:
+        return ask(server, **{**dict.fromkeys(OPENAI), **options})["choices"][0]["message"]["content"]
+
+    continuation = text(messages=chat("Hel"), **OPENAI)
+    assert text(messages=chat("Hel", **{mark: True})) == continuation
+    assert text(messages=chat("Hel", **{mark: False})) == text(messages=chat("Hel")) != continuation
+    refused = {"messages": chat("Hel", **{mark: True}), "add_generation_prompt": True}
+    check_error(post(server, "/v1/chat/completions", **refused), "add_generation_prompt")
+
+
 def test_without_the_field_an_answer_begins(server: Running) -> None:
     alone = complete(server, "User: hi\n\nAssistant: Hel\n\nAssistant:")
     answer = ask(server, messages=chat("Hel"), continue_final_message=None, add_generation_prompt=None)
