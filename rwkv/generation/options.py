@@ -57,8 +57,8 @@ def grammar_from(config: GenerateConfig) -> Grammar | None:
 def prompts_from(config: GenerateConfig) -> list[str]:
     """Returns the prompt of prompt=TEXT, or the prompts in the file that prompts= names.
 
-    With prompt=-, the prompt is read from standard input. A prompts file has one prompt per line. In a .jsonl file, each line
-    is an object {"prompt": ...}. Raises UserError for a missing file, a file without prompts or an invalid line.
+    With prompt=-, the prompt is read from standard input. A prompts file has one prompt per line. In a .jsonl, .ndjson or .json
+    file, each line is an object {"prompt": ...}. Raises UserError for a missing file, one without prompts, or an invalid line.
     """
     if config.prompts is None:
         if config.prompt == "-":
@@ -66,7 +66,7 @@ def prompts_from(config: GenerateConfig) -> list[str]:
         return [config.prompt or ""]
     path = Path(config.prompts)
     content = read_bytes(path, f"prompts={path}")
-    if path.suffix.lower() == ".jsonl":
+    if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
         lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
         prompts = [text_of(parse(line, where), "prompt", where) for where, line in lines if line.strip()]
     else:

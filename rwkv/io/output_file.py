@@ -16,12 +16,16 @@ BESIDE = ("config.json", "config.yaml", "tokenizer.json", "tokenizer_config.json
 def require_writable(option: str, file: str | Path | None, read: Iterable[str | Path | None] = ()) -> None:
     """Raises UserError if `file` cannot be written, or if the program also reads it.
 
+    The name - is refused, because prompt=- stands for standard input, so a user would expect standard output.
+
     Args:
         option: the option that names the file, for error messages.
         read: the files and folders that the program reads; None is ignored.
     """
     if file is None:
         return
+    if str(file) == "-":
+        raise UserError(f"{option}=- must name a file, because standard output is not supported here")
     path = Path(file)
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"cannot write {option}={path}: the path is a folder, or the folder {path.parent} does not exist")

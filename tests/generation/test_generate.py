@@ -43,10 +43,13 @@ def checkpoint(tmp_path: Path) -> Path:
     (("state=absent.safetensors",), "absent.safetensors"),
     (("state=model.ckpt",), "model.ckpt"),
     (("prompts=wrong.jsonl",), "wrong.jsonl, line 2"),
+    (("prompts=list.json",), "list.json, line 1"),
     (("prompts=utf16.txt",), "UTF-16"),
     (("prompts=wrong.jsonl", "prompt=a"), "prompts="),
     (("num_samples=2", "save_state=x"), "save_state="),
     (("prompt=a", "out=x", "save_state=./x"), "different files"),
+    (("prompt=a", "out=-"), "standard output"),
+    (("prompt=a", "save_state=-"), "standard output"),
     *(pytest.param(*more, marks=pytest.mark.thorough) for more in (
         (("checkpoint=several",), "name one file"),
         (("kernel=nonsense",), "nonsense"),
@@ -64,6 +67,7 @@ def test_a_mistake_is_reported_in_one_sentence(run: Run, arguments: tuple[str, .
         (Path("several") / name).touch()
     Path("utf16.txt").write_text("a", encoding="utf-16")
     Path("wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
+    Path("list.json").write_text('[{"prompt": "a"}]')
     has_checkpoint = "checkpoint=" in "".join(arguments) or not arguments
     one_sentence(run("generate", *(() if has_checkpoint else CHECKPOINT[:1]), *arguments), named)
 
