@@ -47,7 +47,6 @@ Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1 re
 # OpenAI's API allows names of up to 64 letters, digits, _ and -, Anthropic's up to 128. Names of MCP's tools may have . and /
 ToolName = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_./-]{1,128}$(?!\n)")]
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
-Choices = Annotated[list[str], msgspec.Meta(min_length=1)]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 # This server does not have the samplers with these options. The listed values turn a sampler off.
@@ -118,12 +117,12 @@ class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's constraints on the answer, of which a request may have one."""
+    """vLLM's constraints on the answer, of which a request may have one. Empty strings and lists count as absent."""
 
     json: str | JsonObject | None = None         # a schema, or the text of a schema
     json_object: bool | None = None
     regex: str | None = None
-    choice: Choices | None = None
+    choice: list[str] | None = None
     grammar: str | None = None           # in Lark's syntax
 
 
@@ -226,7 +225,7 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | JsonObject | None = None          # this field and the next three have these names in vLLM before 0.12
     guided_regex: str | None = None
-    guided_choice: Choices | None = None
+    guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     store: Ignored = None
     metadata: Ignored = None
@@ -276,7 +275,7 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
                 yield Constraint("response_format.schema", "json", self.response_format.schema)
         for source, prefix, path in ((self, "guided_", "guided_"), (self.structured_outputs, "", "structured_outputs.")):
             for name, kind in CONSTRAINTS.items():
-                if (value := getattr(source, f"{prefix}{name}", None)) is not None:
+                if (value := getattr(source, f"{prefix}{name}", None)) not in (None, "", []):
                     yield Constraint(f"{path}{name}", kind, value)
         if self.structured_outputs is not None and self.structured_outputs.json_object:
             yield Constraint("structured_outputs.json_object", "json", ANY_OBJECT)
