@@ -351,7 +351,7 @@ def _products(model: nn.Module, rows: int) -> Callable[[], None]:
 
 
 def _prefill_products(model: RWKV, rows: int) -> Callable[[], None]:
-    """Returns a function like that of _products, but which applies the head to the last position only."""
+    """Returns the function that _products returns, except that the head is applied only to the last position."""
     blocks = _products(model.blocks, rows)
     head = _product(model.head, 1)
 

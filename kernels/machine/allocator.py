@@ -20,7 +20,7 @@ def keep_large_blocks() -> bool:
 
 
 def return_large_blocks() -> bool:
-    """Makes the C library return freed blocks of at least MAPPED bytes at once. Returns False without mallopt.
+    """Makes the C library return freed blocks of at least MAPPED bytes immediately. Returns False without mallopt.
 
     glibc's default threshold grows to the size of the largest block freed so far, up to 32 MB.
     """

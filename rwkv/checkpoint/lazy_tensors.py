@@ -1,4 +1,4 @@
-"""Tensors in files: the name, shape and dtype are known at once, and the data is read and checked when it is used.
+"""Tensors in files: the name, shape and dtype are known immediately, and the data is read and checked when it is used.
 
 The data is mapped into memory where possible. If the dtype does not change, a tensor is a view of the mapping, without a copy.
 If the dtype changes, the mapped pages are released after each tensor is converted. So the whole source and the whole result are

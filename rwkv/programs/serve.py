@@ -165,10 +165,11 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
     size = (size + rows * GPU_BYTES * model.vocab_size) * (1 + copies)
     free, total = torch.cuda.mem_get_info()
     if size > free:
-        raise UserError(f"max_rows={rows} requires {size / MIB:,.0f} MiB of GPU memory besides the weights, but only "
+        raise UserError(f"max_rows={rows} requires {size / MIB:,.0f} MiB of GPU memory in addition to the weights, but only "
                         f"{free / MIB:,.0f} MiB are free: set a smaller max_rows=")
     chunks = chunks_on(torch.device(device))
-    lines = [("GPU", f"{torch.cuda.get_device_name()}, {total / MIB:,.0f} MiB, {free / MIB:,.0f} MiB free besides the weights"),
+    lines = [("GPU", f"{torch.cuda.get_device_name()}, {total / MIB:,.0f} MiB, "
+                     f"{free / MIB:,.0f} MiB free after loading the weights"),
              ("concurrency", f"{count_of(rows, 'sequence')} in {size / MIB:,.0f} MiB of memory; prompts in chunks of up to "
                              f"{chunks.longest:,} tokens, at most {chunks.budget:,} between two tokens of running sequences")]
     if graphs:

@@ -1,4 +1,4 @@
-"""Turns the engine's events for one request into OpenAI's objects, and sends them at once or as server-sent events."""
+"""Turns the engine's events for one request into OpenAI's objects, and sends them whole or as server-sent events."""
 
 import asyncio
 import time
@@ -95,7 +95,7 @@ class Answer:
         self._complete = False           # all events have arrived
         self._abandoned = False          # the client disconnected before the last event
         self._silent = True              # no chunk was sent since the last check
-        self._sending = asyncio.Lock()   # two messages must not be sent at once
+        self._sending = asyncio.Lock()   # two messages must not be sent at the same time
         self._stream_error: ApiError | None = None       # the error with which a stream has ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -62,7 +62,7 @@ def blocks_in(path: Path) -> dict[str, str]:
 @each_generation
 @torch.no_grad()
 def test_the_model_computes_with_the_file_s_blocks(tmp_path: Path, text: Path, generation: str, sizes: dict[str, int]) -> None:
-    """Logits match those of the dequantised weights, both at once and token by token in C, where the step copies no matrix."""
+    """Logits match those of the dequantised weights, in one pass and token by token in C, where the step copies no matrix."""
     model, path = write_model(tmp_path, generation, **sizes)
     target = write_calibrated(path, text)
     loaded, dense = (RWKV.from_pretrained(target, "reference", dtype=dtype) for dtype in ("int4", "float32"))

@@ -48,7 +48,7 @@ def expected_logits(path: Path, ids: torch.Tensor) -> np.ndarray:
                                                    for name in BLOCKS if name != "q8_0")])
 @torch.no_grad()
 def test_logits_are_those_of_the_dequantised_weights(plain: Path, tmp_path: Path, kind: str | tuple[str, ...]) -> None:
-    """A prompt read at once, in chunks or token by token has the logits of float64, except for the rounding of inputs."""
+    """A prompt read in one pass, in chunks or token by token has the logits of float64, except for the rounding of inputs."""
     path = rewritten(plain, tmp_path / "model.gguf", kind)
     model = RWKV.from_pretrained(path, "reference", dtype="blocks")
     ids = tokens(model, B=2, T=20)

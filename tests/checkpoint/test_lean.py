@@ -71,7 +71,7 @@ def measure(folder: Path, source: Path, dtype: str, *targets: str, decodes: bool
     write_checkpoint(checkpoint_of(weights(1, 8, 8)), folder / "small.pth", "float16")
     code = MEASURED.format(root=str(ROOT), source=str(source), small=str(folder / "small.pth"), dtype=dtype,
                            targets=[str(folder / target) for target in targets], decodes=decodes)
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}      # malloc returns freed memory at once
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}      # malloc returns freed memory immediately
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)

@@ -1,4 +1,4 @@
-"""Tests of conversations: a turn reads only its new words, and answers as if the whole conversation were read at once."""
+"""Tests of conversations: a turn reads only its new words, and answers as if the whole conversation were read anew."""
 
 import errno
 import json

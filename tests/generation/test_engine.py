@@ -585,7 +585,7 @@ def test_a_prompt_that_cannot_be_encoded_and_a_tokenizer_of_another_model_are_re
 @pytest.mark.parametrize("kernel", ["reference", "rwkv7"])
 @pytest.mark.parametrize("options", [Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5)], ids=str)
 def test_a_damaged_context_ends_only_its_own_row(kernel: str, options: Sampling) -> None:
-    """The logits of a damaged context may stop being finite at once, or when the state grows.
+    """The logits of a damaged context may stop being finite immediately, or when the state grows.
 
     Rows keep or drop the final context, with or without log-probabilities.
     """

@@ -56,7 +56,7 @@ def expected(tile: Tensor, case: Case) -> Tensor:
        left=st.integers(-10**12, 10**12) | st.integers(-200, 200), dtype=st.sampled_from(cases.DTYPES))
 def test_any_part_of_the_wall(pad: BrickPadding, device: str, h: int, w: int, height: int, width: int, offset: int, top: int,
                               left: int, dtype: torch.dtype) -> None:
-    """The first tile may be anywhere, also so far outside that all coordinates are negative, or that none is."""
+    """The first tile may be anywhere, even so far outside that all coordinates are negative, or that none is."""
     tile = cases.tile((2, h, w), dtype, device)
     where = offset, top, left, height, width
     assert torch.equal(pad.wall(tile, *where), cases.one_line(tile, *where))

@@ -127,7 +127,7 @@ def test_registers_and_shared_memory_suffice(cubins: Cubins) -> None:
 
 
 def test_a_scan_has_enough_blocks_to_hide_its_loads(cubins: Cubins) -> None:
-    """At B = 32, C = 768 an H200 runs 768 blocks on 132 multiprocessors: with 3 on each at once they take two even rounds."""
+    """At B = 32, C = 768 an H200 runs 768 blocks on 132 multiprocessors: with 3 on each, they take two even rounds."""
     *_, needs_by_kernel = cubins
     for name, needs in needs_by_kernel.items():
         if name.startswith(("forward", "backward")):

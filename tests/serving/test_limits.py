@@ -417,7 +417,7 @@ def refuses_connections(server: Running) -> bool:
 
 
 def test_an_idle_server_ends_at_once(start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server ends at once, even without uvloop."""
+    """The server ends immediately, even without uvloop."""
     (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(\"No module named 'uvloop'\", name='uvloop')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     server = start("dtype=bfloat16", "grace_s=60", apart=True)

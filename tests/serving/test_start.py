@@ -38,7 +38,7 @@ def test_on_a_gpu_the_plan_has_its_memory_the_concurrency_and_the_warm_up(copies
     gpu(70 * 2**30)
     model = small_model("reference", generation="rwkv7", n_embd=32).requires_grad_(False)
     plan = dict(_gpu_lines(model, ServeConfig(max_rows=20), copies, "cuda"))
-    assert plan["GPU"] == "NVIDIA A100, 81,920 MiB, 71,680 MiB free besides the weights"
+    assert plan["GPU"] == "NVIDIA A100, 81,920 MiB, 71,680 MiB free after loading the weights"
     assert plan["concurrency"].startswith("20 sequences in ")
     assert "chunks of up to 4,096 tokens" in plan["concurrency"]
     assert plan["warm-up"].endswith("CUDA graphs for 1, 2, 4, 8, 16, 32 sequences")

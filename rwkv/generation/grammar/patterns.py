@@ -1,7 +1,7 @@
 """Converts regular expressions from ECMA 262 to Rust's crate regex, and builds patterns that exclude given texts.
 
-Rust's crate has no lookaheads. Lookaheads at the beginning of a pattern, as those of zod's emails and of rules for passwords,
-become further patterns, all of which a text must match.
+Rust's crate has no lookaheads. Lookaheads at the beginning of a pattern, such as those of zod's emails and of rules for
+passwords, become further patterns, all of which a text must match.
 """
 
 import re

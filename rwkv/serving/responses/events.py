@@ -1,4 +1,4 @@
-"""Turns an answer into the items of a response, sends them at once or as streamed events, and stores the complete response."""
+"""Turns an answer into the items of a response, sends them whole or as streamed events, and stores the complete response."""
 
 import secrets
 import time

@@ -51,4 +51,4 @@ class StopCleanly(Callback):
 
 def _announce_stop(number: int) -> None:
     with suppress(RuntimeError):         # the signal may interrupt a write to standard error
-        log(f"\nreceived {signal.Signals(number).name}: training stops after this step; press Ctrl-C to stop at once ...")
+        log(f"\nreceived {signal.Signals(number).name}: training stops after this step; press Ctrl-C to stop immediately ...")

@@ -51,7 +51,7 @@ MOMENTS = 2                              # Adam has two moments
 RECOMPUTED = 40                          # values per token / n_embd in the backward pass of a block that recomputes the
                                          # operations between its matrix products
 HOLES = 1.25                             # a fragmented heap multiplies the memory of activations and loss by this factor
-SMALL_RUN = 5 * 10 ** 8                  # bytes besides the program; a smaller run does not trade speed for memory
+SMALL_RUN = 5 * 10 ** 8                  # bytes in addition to the program; a smaller run does not trade speed for memory
 DATA_WORKER = 100 * 2 ** 20              # unshared bytes of a data-loader process
 MIN_FRACTION = 0.75                      # a run is refused unless this fraction of activations and loss fits
 BEST, BEING_WRITTEN = 1, 1               # the disk holds these checkpoints in addition to the trainer.keep_last newest

@@ -370,7 +370,7 @@ def test_a_job_that_slurm_rejects_is_reported_in_one_sentence(tmp_path: Path, mo
 
 
 def test_a_limit_of_jobs_limits_the_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher imitates a batch system that takes one job at a time. Each run ends at once."""
+    """The launcher imitates a batch system that takes one job at a time. Each run ends immediately."""
     class Limited(Launcher):
         places = 3
         running: str | None = None
