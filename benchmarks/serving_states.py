@@ -192,7 +192,7 @@ def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dic
     for mixed, clients in ended_clients.items():
         wrong = [client for client in clients if client.status != b"200"
                  or (client.hang_up_after is None and not client.finished)]
-        # rates count from the request, because a slow client may read all events of a stream together
+        # rates are counted from the request, because a slow client may read all events of a stream together
         finished = [client for client in clients if client.finished and client.n >= 32]
         rates = [len(client.times) / (client.times[-1] - client.began) for client in finished]
         row = {"dtype": dtype, "load": "states, schemas, streams, hang-ups" if mixed else "streams, hang-ups",

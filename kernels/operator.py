@@ -363,8 +363,8 @@ class _Transformed(_Direct):
 class _Backward(ReverseOnly):
     """Computes the gradients, and raises ValueError if they are differentiated.
 
-    Otherwise a gradient penalty would silently lack terms. torch's once_differentiable is not sufficient, because it raises an
-    error only if the incoming gradient requires a gradient.
+    Without the error, a gradient penalty would silently lack terms. torch's once_differentiable is not sufficient, because it
+    raises an error only if the incoming gradient requires a gradient.
     """
 
     @staticmethod

@@ -264,7 +264,7 @@ def _has_group() -> bool:
 def _exit_after_parent(parent: int) -> None:
     """Sends this process SIGTERM when its launcher has died, for example torchrun after SIGUSR1.
 
-    Otherwise the process would keep running beside the resumed run.
+    Without the signal, the process would keep running at the same time as the resumed run.
     """
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)

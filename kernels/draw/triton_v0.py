@@ -338,7 +338,7 @@ def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_tempe
           ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):
     """Draws one token. ALIGNED means that V and stride are multiples of 16.
 
-    Otherwise one compilation serves a slice of wider logits and copies of the slice, which have different strides.
+    Without ALIGNED, one compilation serves a slice of wider logits and copies of the slice, which have different strides.
     """
     number = tl.program_id(0).to(tl.int64)
     if ALIGNED:

@@ -11,7 +11,7 @@ gradient.
 
 If k is NaN or +infinity, or v is not finite, y and the state of that row (b,c) are not finite from that step on. Other rows are
 not affected. A NaN in the parameters or the state always appears in y. A k of -infinity has weight 0. The convolution formula
-is exact only if all k of a row lie within 60 of each other (timex.py). Otherwise a later k may change an earlier y.
+is exact only if all k of a row lie within 60 of each other (timex.py). With a larger spread, a later k may change an earlier y.
 Source: the RWKV-4 paper (arXiv 2305.13048), equations 16 to 18 and appendix D for the scaled state.
 
 An implementation is a file in this folder with REQUIRES, forward(time_decay, time_first, k, v, a, b, p) -> (y, a, b, p) and

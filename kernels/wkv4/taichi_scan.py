@@ -7,7 +7,7 @@ alone, so that the backward recomputes the same bits of P.
 
 The backward stores the state before each chunk, then processes the chunks from last to first. A chunk is recomputed into a
 scratch buffer of five numbers per step, which stays in a CPU's L1 cache, and the reverse recurrence reads the buffer. The extra
-memory is 3/32 of k, and the scratch buffer.
+memory is the scratch buffer and 3/32 of the size of k.
 
 A row (b, c) is computed by one thread on a GPU, and on a CPU by one lane of a vector of neighbouring channels. The CPU kernels
 read and write bfloat16 directly. |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction. NaN stays

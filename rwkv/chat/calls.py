@@ -166,7 +166,7 @@ class CallParser:
         self._buffer = start             # holds the end of the answer so far, which may be part of a call
         self._before = ""                # the character that precedes the buffer
         self._has_begun = bool(start)    # True when the answer has begun, so that thoughts can no longer begin
-        self._end_mark = ""              # the mark that ends the present fence or the thoughts
+        self._end_mark = ""              # the mark that ends the current fence or the thoughts
         self._closing = ""               # the text that may end the last call
         self._nesting: _Nesting | None = None            # is set inside JSON that may be a call
         self._other_json: _Nesting | None = None         # is set inside JSON that is not a call

@@ -38,7 +38,7 @@ class TemplateLimit(UserError):
 def _ignore_refusals() -> Iterator[None]:
     try:
         yield
-    except TemplateLimit:                # is not ignored, because further attempts would take as long
+    except TemplateLimit:                # not ignored, because further attempts would take as long
         raise
     except UserError:
         pass
@@ -336,7 +336,7 @@ class JinjaTemplate(ChatTemplate):
         end = _answer_end(text, closed, prompted, between)
         stop = _stop_strings(end, between)
         if end.startswith(closed) and not end.strip():
-            end = closed                 # is only the white space that ends a conversation
+            end = closed                 # the rest is only the white space that ends a conversation
         elif closed != prompted and not (end and closed.startswith(end)) and not end.startswith(closed):
             stop = (*stop, *_stop_strings(closed, ""))
         last = closed.removeprefix(end) if closed.startswith(end) else ""

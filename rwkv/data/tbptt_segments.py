@@ -9,11 +9,11 @@ without end. A stream that has finished a document gets the next document. The o
 streams and ctx_len.
 
 A document longer than one stream's share of all segments is divided into chunks of whole segments, and each chunk begins with
-an empty state. Otherwise all streams would read the same part of a single long file. The ids of a document are end_of_text and
-the text. Each id predicts the next id, and the last id predicts the end_of_text of the following document, so every token
-except the very first is predicted once per epoch. If a corpus has no end_of_text between documents (binidx), the first token of
-each document is not predicted. In conversations (rwkv/data/conversations.py), only learnt tokens are predicted. Conversations
-are not divided, because an answer needs the messages before it.
+an empty state. Without this division, all streams would read the same part of a single long file. The ids of a document are
+end_of_text and the text. Each id predicts the next id, and the last id predicts the end_of_text of the following document, so
+every token except the very first is predicted once per epoch. If a corpus has no end_of_text between documents (binidx), the
+first token of each document is not predicted. In conversations (rwkv/data/conversations.py), only learnt tokens are predicted.
+Conversations are not divided, because an answer needs the messages before it.
 """
 
 from collections.abc import Iterator

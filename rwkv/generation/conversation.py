@@ -108,7 +108,7 @@ class Chat:
         del self.messages[turns[-1]:]
 
     def reset(self, system: str | None = None) -> None:
-        """Starts a new conversation with a system message. None keeps the present system message, and "" removes it.
+        """Starts a new conversation with a system message. None keeps the current system message, and "" removes it.
 
         Half a surrogate pair, as a terminal gives for a byte that is not UTF-8, becomes U+FFFD.
         """

@@ -67,7 +67,7 @@ class Decoder:
 
 @torch.inference_mode()
 def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
-    """Returns a function that runs one token per row through the model's present weights, without calling modules."""
+    """Returns a function that runs one token per row through the model's current weights, without calling modules."""
     embedding = embedding_function(model.emb)
     dtype = model.ln_out.weight.dtype
     step = optional_module(model.config, "step").Step
@@ -135,7 +135,7 @@ class CDecoder:
     def read_ahead(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Reads one sequence per row in one C call, and returns the logits (n,V) after each of the n tokens of all sequences.
 
-        The logits are bit for bit those of single steps. The rows keep their present states. The state after each token is
+        The logits are bit for bit those of single steps. The states of the rows do not change. The state after each token is
         saved until advance() or drop_ahead() is called. A further call continues from the last saved state.
         """
         tokens = [*chain.from_iterable(sequences)]

@@ -88,8 +88,8 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     """Continues all prompts as one batch, and returns a finished Sample for each prompt. Raises ValueError as `generate` does.
 
     The tokens are exactly those of `generate` for small models, for int8, and for large models on a CPU with C kernels
-    (kernels/native). Otherwise PyTorch's matrix products of several rows may differ in the last bits from those of one row, so
-    a text may diverge where two tokens are almost equally likely.
+    (kernels/native). For other models, PyTorch's matrix products of several rows may differ in the last bits from those of one
+    row, so a text may diverge where two tokens are almost equally likely.
 
     Args:
         seeds: one seed per prompt; the default is 0 for all prompts.
@@ -182,7 +182,7 @@ class Engine:
     def add_all(self, requests: Sequence[Request]) -> list[Row]:
         """Adds a row for each request and runs their prefills. Raises ValueError as add() does, before any prefill."""
         rows = [self.add(request) for request in requests]
-        self._use_present_weights()
+        self._use_current_weights()
         self._drop_finished()
         self._step_decoder()             # earlier rows must read their last tokens before the new rows join them
         while self._prefills:
@@ -219,7 +219,7 @@ class Engine:
         # kernels may treat short, odd and one-token chunks differently, and a chunk that continues from a state
         for tokens in (longest + 1, budget, longest - 1, 1):
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
-        engine = Engine(self._model, self._tokenizer, draft=self._draft)         # has no cache, so that nothing is stored
+        engine = Engine(self._model, self._tokenizer, draft=self._draft)         # without a cache, so that nothing is stored
         for n_logprobs in (None, 1):     # runs steps with one row, and then with two
             engine.add(Request([0], stopping=StoppingCriteria(WARM_TOKENS), n_logprobs=n_logprobs))
             engine.step()
@@ -236,7 +236,7 @@ class Engine:
 
     def run(self) -> None:
         """Finishes all rows."""
-        self._use_present_weights()
+        self._use_current_weights()
         while self.unfinished:
             self._step()
 
@@ -254,7 +254,7 @@ class Engine:
             return []
         self._steps += 1
         if self._checks_weights and self._steps % self._check_interval == 0:
-            self._use_present_weights()
+            self._use_current_weights()
         return self._step()
 
     def _step(self) -> list[tuple[int, str]]:
@@ -322,7 +322,7 @@ class Engine:
     def context(self) -> PrefillResult:
         """Returns the prefill result of the only row's whole sequence. `generate(..., context=...)` can continue from it."""
         row, = self._rows
-        self._use_present_weights()
+        self._use_current_weights()
         if row.last_token_unread:
             self._step_decoder()
         return self._final_context(0)
@@ -341,10 +341,10 @@ class Engine:
         self._draw_function, self._draw_device = draw_function_on(self._model.emb.weight.device,
                                                                   isinstance(self._decoder, CDecoder))
 
-    def _use_present_weights(self) -> None:
+    def _use_current_weights(self) -> None:
         """If the weights have changed, continues with the new ones, and restarts unfinished prefills.
 
-        Present rows then no longer put results into the cache, because their states mix old and new weights.
+        Running rows then no longer put results into the cache, because their states mix old and new weights.
         """
         if self._weights.is_unchanged():
             return
@@ -377,7 +377,7 @@ class Engine:
         if len(positions) == len(self._rows):
             return
         self._logits = self._logits[to_device(torch.tensor(positions, dtype=torch.int64, device="cpu"), self._logits.device)]
-        self._decoder.keep(positions)    # comes after the copy of the logits, which keep() may overwrite
+        self._decoder.keep(positions)    # after the logits are copied, because keep() may overwrite them
         if self._drawn is not None:
             self._drawn = self._drawn[positions]
         self._rows = [self._rows[position] for position in positions]

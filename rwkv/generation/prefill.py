@@ -192,7 +192,7 @@ class Prefill:
 
 @torch.no_grad()
 def advance_all(prompts: Sequence[Prefill]) -> None:
-    """Reads the next chunk of each prompt in one call of the decoder that the prompts share.
+    """Reads the next chunk of each prompt. The prompts share one call of the decoder.
 
     If there are several prompts, each must have joinable_tokens above 0.
     """

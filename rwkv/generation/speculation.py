@@ -39,7 +39,7 @@ class Pace:
         self._cost = cost
         self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
         self._pauses = 0
-        self._wait = 0                   # tokens until the present pause ends
+        self._wait = 0                   # tokens until the current pause ends
         self._best_numbers: dict[int, int] = {}               # the results of _best() since the last pass; keys: rows
         self._on_trial = not self._best(1)               # True if the next proposal decides whether the draft resumes
         self._resumed = False            # True for the pass after a successful trial

@@ -343,7 +343,7 @@ class Model(nn.Module):
         return state.with_wkv(torch.stack(tuple(learnt)).unsqueeze(1).repeat(1, B, 1, 1, 1)) if learnt else state
 
     def zero_state(self, B: int, device: torch.device | str) -> State:
-        """Returns a state of zeros for the model's present blocks, since blocks may have been removed or added."""
+        """Returns a state of zeros for the blocks that the model has now, since blocks may have been removed or added."""
         return self.generation.empty_state(replace(self.config, n_layer=len(self.blocks)), B, device)
 
     def time_states(self) -> list[nn.Parameter]:
@@ -402,7 +402,7 @@ class Model(nn.Module):
         return self.fingerprint_before or self._fingerprint_of_weights()
 
     def _fingerprint_of_weights(self) -> str:
-        """Returns the hash of the present weights, which are packed in a quantised model."""
+        """Returns the hash of the current weights, which are packed in a quantised model."""
         blocks = {without_wrappers(f"{name}.weight"): module.packed for name, module in self.named_modules()
                   if isinstance(getattr(module, "packed", None), Blocks)}
         value = fingerprint(self.generation, {**self.official_weights(), **blocks})

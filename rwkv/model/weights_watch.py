@@ -29,7 +29,7 @@ from kernels.matvec import Packed, exact_copy
 WATCHED = 8                              # elements, in the middle of each tensor, that a WeightsWatch compares for each token
 SAMPLED = 64                             # elements of each tensor that CachedFromWeights compares at each call
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))         # are in every module, and hold tensors or do not affect results
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))         # every module has these; they hold tensors or do not affect results
 Watched = TypeVar("Watched", bound=nn.Module)
 Value = TypeVar("Value")
 

@@ -99,7 +99,7 @@ class LossCounter:
         decoded = self._library.decode_batch(in_vocabulary, skip_special_tokens=False)
         missing = 0
         for (text, _), result in zip(doubtful, decoded, strict=True):
-            space = " " * (text.startswith(" ") and not result.startswith(" "))      # is not lost, as explained above
+            space = " " * (text.startswith(" ") and not result.startswith(" "))  # this space is not lost, as explained above
             missing += missing_bytes(text.encode(), (space + result).encode())
         return lost + Lost(missing, 0, sum(len(tokens) for _, tokens in doubtful) - sum(map(len, in_vocabulary)))
 

@@ -126,7 +126,7 @@ def prepare(run: Run) -> Prepared:
     """Determines the device, operator, data and length of the run. Raises UserError if one of the options is invalid."""
     config = run.config
     device = device_for(config.trainer.accelerator)
-    # Otherwise Lightning would read the rank from a batch system's variables, which this process may have inherited
+    # Without this line Lightning would read the rank from a batch system's variables, which this process may have inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
     _set_allocator(config)
     if config.trainer.offload and device.type == "cpu":

@@ -331,7 +331,7 @@ Int4.of(torch.randn(64, 256)), Int8.of(torch.randn(64, 256))
 def peak():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 for dtype in {dtypes}:
-    Path("/proc/self/clear_refs").write_text("5")        # sets the peak to the present size
+    Path("/proc/self/clear_refs").write_text("5")        # sets the peak to the current size
     before = peak()
     convert.main([*{files}, "--dtype", dtype])
     print(peak() - before)

@@ -307,7 +307,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 @pytest.mark.parametrize("logits", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
 def test_logits_that_are_not_finite_are_reported_in_one_sentence(draw: Draw | None, logits: list[float]) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  this is not an error of the user's
+    with pytest.raises(ValueError):  # noqa: PT011  ValueError, because the mistake is not the user's
         next_tokens(torch.tensor([logits]), torch.zeros(1), Sampling(), draw=draw)
 
 
@@ -372,7 +372,7 @@ def test_the_penalties_of_a_gpu_take_no_more_memory_than_the_plan_states() -> No
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_one_compilation_draws_from_a_slice_of_wider_logits_and_from_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model may have more tokens than its tokenizer. Otherwise a server would compile the kernel again in use."""
+    """A model may have more tokens than its tokenizer; a server must not compile the kernel again while it answers requests."""
     from triton.runtime.jit import JITFunction
 
     from kernels.draw import NO_BIAS, Filters, triton_v0

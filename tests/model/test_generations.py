@@ -7,7 +7,7 @@ from pathlib import Path
 RWKV = Path(__file__).parent.parent.parent / "rwkv"
 OWN_CODE = r"(model|checkpoint)/rwkv\d+\b"
 NAME = re.compile(r"r?wkv\d+")
-ALLOWED_NAMES = {"config/train.py": {"rwkv4"},        # is the default of model.generation
+ALLOWED_NAMES = {"config/train.py": {"rwkv4"},        # the default of model.generation
                  "training/plan/other_gpus.py": {"rwkv4", "rwkv7"}}          # names measured training steps
 
 

@@ -80,7 +80,7 @@ def files_apart(actual: Outputs, expected: Outputs) -> dict[str, Cell]:
 
 
 def greedy_apart(actual: Outputs, *others: Outputs) -> Cell:
-    """Returns the number of tokens in which the continuation differs from the others, summed over the others."""
+    """Returns the number of tokens in which a greedy continuation differs from each other one, summed over the others."""
     return Cell(float(sum((actual["greedy"] != other["greedy"]).sum() for other in others)), 0)
 
 

@@ -82,8 +82,8 @@ def ask_streamed(client: "openai.OpenAI", question: str, **options: Any) -> tupl
     ("3", {"tools": [STRICT]}, TEXTS[2], []),
     ("1", {"tool_choice": "none"}, TEXTS[0], []),
     ("1", {"tool_choice": WEATHER}, None, [("weather", {"city": "Bergen"})]),
-    # After a name, the rest of a call's form is written in the tokenizer's own tokens, and after the last of them the model
-    # says Bergen
+    # After a name, the rest of a call's form is written in the tokenizer's own tokens. After the last of these tokens, the
+    # model writes Bergen
     ("1", {"tool_choice": "required"}, None, [("time_of_day", {"city": "Bergen"})]),
     ("1", {"tool_choice": "required", "tools": TOOLS[:1]}, None, [("weather", {"city": "Bergen"})]),
     ("1", {"tools": None}, TEXTS[0], []),

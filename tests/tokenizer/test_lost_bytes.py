@@ -123,7 +123,7 @@ def test_a_token_that_strips_adjacent_spaces_loses_them() -> None:
 def test_omitted_characters_are_counted_whatever_the_windows(text: str, omitted: set[str], window: int) -> None:
     """The number is exact if the text fits into one window.
 
-    Otherwise the ambiguous ends of some windows may be counted, too.
+    For a longer text, the ambiguous ends of some windows may be counted, too.
     """
     rest = "".join(character for character in text if character not in omitted)
     with pytest.MonkeyPatch.context() as patch:

@@ -59,7 +59,7 @@ def chunks_of(text: str) -> Iterator[str]:
 
 def rank(name: str) -> bytes:
     """Returns a sort key that puts names into a fixed random order. The key depends only on the name."""
-    return hashlib.sha256(f"{SPLIT_SEED} {name}".encode(errors="surrogateescape")).digest()      # may not be UTF-8
+    return hashlib.sha256(f"{SPLIT_SEED} {name}".encode(errors="surrogateescape")).digest()      # a name may not be UTF-8
 
 
 def count_reaching(fraction: float, sizes: Sequence[int]) -> int:

@@ -92,7 +92,7 @@ class TextEncoder:
 
     Args:
         held_out: the fingerprints of the documents to omit.
-        skips: True if a few rows without a readable text are skipped, with a line on standard error. Otherwise such a row
+        skips: True if a few rows without a readable text are skipped, with a line on standard error. An error at such a row
             would end a run of days, which could not be resumed, because a resumed run requires unchanged data.
     """
 

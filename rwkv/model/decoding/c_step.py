@@ -92,7 +92,7 @@ class Structs(Protocol):
 
 
 class CStep:
-    """The C step of a model with its present weights.
+    """The C step of a model with its current weights.
 
     The attribute `own_tensors` has the tensors that are made for this step. All other tensors belong to the model.
     """

@@ -92,7 +92,7 @@ def why_not_on_gpu(model: Model) -> str | None:
 
 
 class GpuStep:
-    """The GPU step of a model with its present weights, and the slots of all its sequences.
+    """The GPU step of a model with its current weights, and the slots of all its sequences.
 
     The attribute `states` (slots,size) has the recurrent states in float32. `capacity` is the initial number of slots; take()
     adds more when needed. Several decoders may share a step.

@@ -34,13 +34,13 @@ PROCESSES = 2
 SECONDS = 5.0                            # CPU time limit for compiling one grammar; on Windows, a limit of elapsed time
 BUSY = 1 if sys.platform == "win32" else 12              # elapsed time, in units of the CPU time limit, that ends a compilation
 START_S = 120.0                          # time limit for starting a process
-EXIT_S = 5.0                             # time in which a process that has closed its connection exits
+EXIT_S = 5.0                             # time limit for the exit of a process that has closed its connection
 MEMORY = 512 * MIB                       # maximum memory for compiling, in addition to the process's memory at the start
 MAX_COMPILED = 64 * MIB                  # maximum memory of a compiled grammar in the engine's process
 MOST_WAITING = 256                       # maximum grammars in all queues
 MAX_CACHED = 256                         # grammars whose result is cached
 N_WALKS = 12                             # random texts per grammar, to find prefixes that cannot be completed
-# Exit codes of a process that reached its time limit, and of one that was killed otherwise. Windows has only the first.
+# Exit codes of a process that reached its time limit, and of one killed for another reason. Windows has only the first.
 if sys.platform == "win32":
     OUT_OF_TIME = KILLED = None
 else:

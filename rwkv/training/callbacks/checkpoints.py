@@ -147,7 +147,8 @@ class Checkpoints(Callback):
                            checkpoint: StateDict) -> None:
         """Recomputes whether Lightning's only epoch ended with the last batch, because the run's length may have changed.
 
-        Otherwise, if the user extends a finished run, Lightning would start a second epoch at the beginning of the data.
+        With the saved value, if the user extends a finished run, Lightning would start a second epoch at the beginning of the
+       data.
         """
         batches = trainer.max_steps * trainer.accumulate_grad_batches
         if isinstance(trainer.limit_train_batches, int):         # trainer.overfit_batches sets this
@@ -161,9 +162,9 @@ class Checkpoints(Callback):
     def save_last(self, trainer: lightning.Trainer) -> None:
         """Saves last.ckpt unless the file is up to date.
 
-        If last.ckpt is of the same step, from before the end of the validation, this method replaces the file. Otherwise the
-        new checkpoint is written as next.ckpt, and `rotate_checkpoints` renames all checkpoints. If the run is killed before
-        the renaming, the resumed run calls `rotate_checkpoints`.
+        If last.ckpt is of the same step, but from before the end of the validation, this method replaces the file. In all other
+        cases the new checkpoint is written as next.ckpt, and `rotate_checkpoints` renames all checkpoints. If the run is killed
+        before the renaming, the resumed run calls `rotate_checkpoints`.
         """
         current = (trainer.global_step, not self._validating)
         if current == self._saved:
@@ -237,7 +238,7 @@ def _recover(temporary: Path, path: Path) -> None:
 
 
 def newest_sound_checkpoint(out_dir: Path) -> Checkpoint | None:
-    """Returns the newest sound checkpoint, or None without checkpoints.
+    """Returns the newest undamaged checkpoint, or None without checkpoints.
 
     A newer, damaged checkpoint is renamed to damaged.ckpt, with a warning. If the run ended between its first validation and
     its first last.ckpt, best.ckpt is the only checkpoint and is returned.

@@ -186,7 +186,7 @@ def _largest_block(config: TrainConfig, vocab_size: int) -> int:
 def returns_free_memory(config: TrainConfig, need: Memory) -> bool:
     """Returns True if a run returns memory to the system after each block, as large runs on a CPU do.
 
-    Otherwise the heap of such a run would fragment.
+    The heap of a large run fragments if freed memory is not returned.
     """
     return _fragments_heap(config) and need.total > SMALL_RUN
 

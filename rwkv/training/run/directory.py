@@ -1,6 +1,6 @@
 """Creates the directory of a run, which holds config.yaml, checkpoints/, metrics.csv and so on.
 
-runs/latest points to the newest run.
+runs/latest points to the run that was started or resumed last.
 """
 
 import itertools

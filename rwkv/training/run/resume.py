@@ -57,7 +57,7 @@ class Request(NamedTuple):
 def resumed_run(request: Request) -> Run | None:
     """Returns the run that `resume` names, or None if resume=auto finds no run.
 
-    The run resumes from the checkpoint that `resume` names, or else from the newest sound checkpoint.
+    The run resumes from the checkpoint that `resume` names, or else from the newest undamaged checkpoint.
     """
     config = request.config
     path = resumed_path(config)
