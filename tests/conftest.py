@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Excludes the objects that collecting creates, hundreds of thousands, from later garbage collections."""
+    """Excludes the hundreds of thousands of objects that collecting the tests creates from later garbage collections."""
     gc.disable()
     try:
         return (yield)

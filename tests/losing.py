@@ -9,7 +9,7 @@ from rwkv.tokenizer.tokenizers import END_OF_TEXT, JsonTokenizer
 
 
 def dropping(characters: Iterable[str]) -> JsonTokenizer:
-    """Returns a tokenizer with a token for each of the characters, which drops all others."""
+    """Returns a tokenizer that has a token for each of the characters and drops all others."""
     library = tokenizers.Tokenizer(models.BPE(vocab=_numbered([END_OF_TEXT, *characters]), merges=[]))
     library.decoder = decoders.Fuse()
     library.add_special_tokens([END_OF_TEXT])

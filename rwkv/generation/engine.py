@@ -216,7 +216,7 @@ class Engine:
         On a GPU, this also captures the CUDA graphs for up to `rows` rows, and runs every sampling kernel once.
         """
         longest, budget, _ = self._chunks
-        # kernels may treat short, odd and one-token chunks differently, and a chunk that continues from a state
+        # kernels may have special code for short, odd and one-token chunks, and for a chunk that continues from a state
         for tokens in (longest + 1, budget, longest - 1, 1):
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
         engine = Engine(self._model, self._tokenizer, draft=self._draft)         # without a cache, so that nothing is stored

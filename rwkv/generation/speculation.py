@@ -28,7 +28,7 @@ PRIOR_TOKENS = 4.0                       # FIRST_P weighs as much as this many p
 LEAST_GAIN = 1.05
 FIRST_PAUSE = 32                         # tokens
 TRIED = 2                                # number of tokens proposed after a pause
-LARGEST_DRAFT_COST = 0.5                 # relative to a model step; above it, even a draft that is always right gains little
+LARGEST_DRAFT_COST = 0.5                 # relative to a model step; above this, even a draft that is always right gains little
 
 
 class Pace:

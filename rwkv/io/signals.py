@@ -113,7 +113,8 @@ class StopRequest:
     """Records that a signal has asked the program to stop. The first signal sets `requested` and calls on_signal(number).
 
     After that, further signals have no effect, except that Ctrl-C raises KeyboardInterrupt. With every_signal=True every signal
-    is handled like the first. Use it in a `with` block, or call install() and restore(). Works only in the main thread.
+    is handled like the first. Use a StopRequest in a `with` block, or call install() and restore(). Works only in the main
+    thread.
     """
 
     def __init__(self, signals: tuple[int, ...] = STOPPING, on_signal: Callable[[int], object] | None = None,

@@ -54,7 +54,7 @@ class Packing:
             step = torch.arange(int(length.max()), device=starts.device)
             places = (first.unsqueeze(1) + step).clamp(max=starts.numel() - 1)
             self.groups.append(_Group(places, step < length.unsqueeze(1)))
-        self.order = torch.cat([group.remove_padding(group.places) for group in self.groups])    # the steps in groups' order
+        self.order = torch.cat([group.remove_padding(group.places) for group in self.groups])    # the groups' steps in order
         self.inverse_order = torch.empty_like(self.order)
         self.inverse_order[self.order] = torch.arange(len(self.order), device=starts.device)
 

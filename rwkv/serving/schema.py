@@ -89,8 +89,8 @@ class TextFormat(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fi
 
 
 class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_unknown_fields=True):
-    schema: JsonObject | None = None     # llama.cpp, llama-cpp-python and Together have the schema here
-    value: JsonObject | None = None      # TGI and Hugging Face's InferenceClient have it here
+    schema: JsonObject | None = None     # clients of llama.cpp, llama-cpp-python and Together send the schema here
+    value: JsonObject | None = None      # clients of TGI, and Hugging Face's InferenceClient, send the schema here
     json_schema: None = None             # some clients send the fields of other formats as null
 
 

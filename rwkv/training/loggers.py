@@ -40,7 +40,7 @@ RECORD = Path("wandb", "timemix.json")   # this file in a run's directory holds 
 Mode = Literal["online", "offline", "disabled"]
 GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # runs with tune.guard have these metrics
 SAMPLE_COLUMNS = ("step", "prompt", "text")
-PAUSE = 10                               # after an error, a tracker is skipped for so many times the seconds that it took
+PAUSE = 10                               # after a failed call, a tracker is skipped for PAUSE times the call's duration
 SAMPLES_SHOWN = 100                      # limits W&B's table of samples, because each update uploads the whole table
 
 

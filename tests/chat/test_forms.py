@@ -95,7 +95,7 @@ def test_nobody_can_type_the_end_of_a_turn_of_the_template_flower() -> None:
     assert "✿" in chat_template("g1").render([{"role": "user", "content": "a✿"}])
 
 
-# These were written for this test; they behave like the templates in published files
+# These templates were written for this test; they behave like the templates in published files
 
 CONVERTED = """{%- set seen = namespace(system='') -%}
 {%- for m in messages if m.role == 'system' %}{% set seen.system = m.content %}{% endfor -%}

@@ -152,7 +152,7 @@ def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, layout: st
     save_file(raw, tmp_path / "merged" / "model.safetensors")
     expected = weights_of(tmp_path / "merged")
     atol = 1e-4 if kind == "pissa" else 1e-6             # PEFT computes close singular values in float32
-    assert_weights(read_checkpoint(adapter).weights, expected, atol)     # its config names the base
+    assert_weights(read_checkpoint(adapter).weights, expected, atol)     # the adapter's config names the base
     actual = with_adapter(read_checkpoint(base_of(folder, layout)), adapter).weights
     assert_weights({name: actual[name] for name in actual if name not in UNUSED},
                    {name: weight for name, weight in expected.items() if name not in UNUSED}, atol)

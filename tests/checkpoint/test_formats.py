@@ -226,7 +226,7 @@ STATED: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"config.json": {"eos_token_id": [1, 2]}}, (1, 2)),
     ({"generation_config.json": {"eos_token_id": [2, 1]}, "config.json": {"eos_token_id": 0}}, (2, 1)),
     ({"generation_config.json": {"eos_token_id": None}, "config.json": {"eos_token_id": 1}}, (1,)),
-    ({"config.json": {"eos_token_id": 9}}, (2,)),        # a byte's id, as configuration classes have by default
+    ({"config.json": {"eos_token_id": 9}}, (2,)),        # configuration classes have such an id, of a byte, by default
     ({"config.json": {"eos_token_id": 10 ** 6}, "tokenizer_config.json": {"eos_token": "<none>"}}, (2,)),
     ({"config.json": {"eos_token_id": True}, "generation_config.json": {"eos_token_id": "2"}}, (2,))]
 

@@ -40,7 +40,8 @@ def test_formula_is_one_line_of_pytorch(shape: tuple[int, ...]) -> None:
 def test_the_longest_row(softmax: Softmax, device: str) -> None:
     """With a quarter of a million terms all errors are within 1e-6, except for kernels that add vectors one after another.
 
-    These are the kernels of PyTorch, compiled or not, and of Taichi where LLVM adds in a single chain (3.5e-6 on a Xeon).
+    PyTorch's kernels, compiled or not, add vectors one after another, and so do Taichi's where LLVM adds in a single chain
+    (3.5e-6 on a Xeon).
     """
     x = cases.inputs(1, cases.LONGEST, device=device)
     M = cases.LONGEST if softmax.name.startswith(("torch", "taichi")) else 1

@@ -261,8 +261,8 @@ class _Rewriter:
         """Adapts the rules for property names to llguidance, which requires declared names in the schema's order, then others.
 
         A pattern that matches only declared names is moved to these names. If the pattern stayed, a comma could be written
-        after which no key is allowed. Other keys must not begin with a declared name that is no longer allowed: after "forecast" is
-        skipped, "forecasts" is excluded too.
+        after which no key is allowed. Other keys must not begin with a declared name that is no longer allowed: after
+        "forecast" is skipped, "forecasts" is excluded too.
         """
         patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
         names = {*rules.get("properties", ()), *rules.get("required", ())}

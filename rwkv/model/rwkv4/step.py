@@ -19,8 +19,8 @@ PLAIN = (Block, TimeMix, ChannelMix)       # Step replaces modules of these clas
 class Step:
     """Computes Block.forward for one token per row: (x (B,C), state) -> (x, state).
 
-    The state is a State of one layer, with tensors (B,C) or (B,A). Step reads the block's weights and calls no modules. Use it
-    under torch.inference_mode.
+    The state is a State of one layer, with tensors (B,C) or (B,A). Step reads the block's weights and calls no modules. Use
+    Step under torch.inference_mode.
     """
 
     @staticmethod

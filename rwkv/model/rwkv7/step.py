@@ -16,7 +16,7 @@ class Step:
     """Computes Block.forward for one token per row: (x (B,C), state, v_first (B,C)) -> (x, state, v_first).
 
     The state is a State of one layer, with att_x (B,C), wkv (B,H,N,N) and ffn_x (B,C). Step reads the block's weights and calls
-    no modules. Use it under torch.inference_mode.
+    no modules. Use Step under torch.inference_mode.
     """
 
     @staticmethod

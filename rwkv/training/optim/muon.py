@@ -182,7 +182,7 @@ def _normuon_scale(steps: Tensor, means: Tensor, beta: float) -> Tensor:
     means.lerp_(squares, 1 - beta)
     factors = (means + SMALLEST_SQUARE).rsqrt_()
     ratio = squares.sum(1, keepdim=True) / (squares * factors.square()).sum(1, keepdim=True).clamp(min=SMALLEST_SQUARE)
-    return factors.mul_(ratio.sqrt())    # `ratio` must not change in place, because sharded matrices make it a partial sum
+    return factors.mul_(ratio.sqrt())    # `ratio` must not change in place, because it is a partial sum if matrices are sharded
 
 
 def _group_by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
