@@ -64,7 +64,7 @@ def from_home(text: str) -> str:
 def path_of(name: str | Path) -> Path:
     """Returns from_home(text) as a path. Applying path_of to the result again changes nothing.
 
-    Path("./~/x") equals Path("~/x"), so a Path is in the folder ./~ if that exists, and otherwise in the home folder.
+    Path("./~/x") equals Path("~/x"), so a Path is in the folder ./~ if the folder exists, and otherwise in the home folder.
     """
     path = name if isinstance(name, Path) and Path("~").is_dir() else Path(from_home(str(name)))
     return path.absolute() if path.parts[:1] == ("~",) else path

@@ -40,7 +40,7 @@ def kernels(operator: str) -> list[Any]:
 def compiled_in_soak(parameters: list[Any], *more: str) -> list[Any]:
     """Returns the parameters, and marks some of them as soak.
 
-    These are the parameters that torch.compile takes seconds to compile, and those with one of `more` in their name.
+    Marked are the parameters that torch.compile takes seconds to compile, and those with one of `more` in their name.
     """
     kinds = ("torch_compile", *more)
     return [one for each in parameters

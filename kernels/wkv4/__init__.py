@@ -120,7 +120,7 @@ class WKV4(Operator):
     @staticmethod
     def step(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
              state: WKVState) -> tuple[Tensor, WKVState]:
-        """Returns y and the state after one time step with k and v (B,C), by the same operations for every implementation."""
+        """Returns y and the state after a time step with k and v (B,C). All implementations share this code."""
         a, b, p = state
         dtype = k.dtype
         w = decay_exponent(time_decay.to(a.dtype))

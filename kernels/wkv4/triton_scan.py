@@ -247,7 +247,7 @@ def _leave(P, w, T, TILE: tl.constexpr):
 
 @triton.jit
 def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """Returns the states before each chunk, P after each chunk, and the state after the tile, given that before the tile."""
+    """Computes from the state before a tile the states before each chunk, P after each chunk, and the state after the tile."""
     a_own, b_own, P_own = _chunk_sums(ms, ns, vs, w, S)
     m_tile, n_tile, drift = spans[0]
     m_before, n_before, _drift = spans[1]
@@ -316,7 +316,7 @@ def _factors(m, n, P, w, bonus):
 
 @triton.jit
 def _gradients_of_states(steps, rescaled, old, settled, grad_a, grad_b, S: tl.constexpr, CHUNKS: tl.constexpr):
-    """Returns the gradients of the states after each chunk and before the tile, given that after the tile."""
+    """Returns the gradients of the states after each chunk and before the tile, from the gradient after the tile."""
     a = tl.zeros_like(rescaled)
     b = tl.zeros_like(rescaled)
     for s in tl.static_range(S - 1, -1, -1):

@@ -84,8 +84,8 @@ def _metadata_path(checkpoint: Path) -> Path:
 def special_tokens_for(file: Path) -> JsonObject:
     """Returns the special tokens that transformers defines as variables of a template, by the variable's name.
 
-    They are in tokenizer_config.json, special_tokens_map.json or the metadata of a GGUF file. Only variables that occur in the
-    template in `file` are returned; if there are any, eos_token is returned too, because it may be the same token.
+    The tokens are in tokenizer_config.json, special_tokens_map.json or the metadata of a GGUF file. Only variables that occur
+    in the template in `file` are returned; if there are any, eos_token is returned too, because it may be the same token.
     """
     template = f"{template_in(file)} {tool_template_in(file)}"
     used = {name: text for name, text in _special_tokens(file).items() if re.search(rf"\b{re.escape(name)}\b", template)

@@ -324,7 +324,7 @@ class TrainConfig:
                                 "start one; PATH: resume this run or checkpoint", verbatim=PATH)
     init_from: str | None = option(None, "base model: a checkpoint of any format, or ORG/REPO/FILE on the Hub; sets weights, "
                                    "sizes and tokenizer", verbatim=PATH)
-    plan: str = option("false", "true: print the plan and exit; timed: time training steps too, even if that takes minutes; "
+    plan: str = option("false", "true: print the plan and exit; timed: time training steps too, even if this takes minutes; "
                        f"{', '.join(GPUS)}: plan for a machine with such GPUs",
                        one_of=("false", "true", "timed", *GPUS))
 

@@ -397,7 +397,7 @@ class Model(nn.Module):
     def fingerprint(self) -> str:
         """Returns the hash that identifies the model (the function `fingerprint`).
 
-        Quantising, merging and rounding to float16 do not change it.
+        Quantising, merging and rounding to float16 do not change this hash.
         """
         return self.fingerprint_before or self._fingerprint_of_weights()
 
@@ -422,7 +422,7 @@ class Model(nn.Module):
                 self.fingerprint_before = None
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Changes the weights' device or dtype. Remembers the fingerprint before rounding to float16, which would change it."""
+        """Changes the weights' device or dtype. Stores the fingerprint first if float16 rounding would change the hash."""
         weight = self.ln_out.weight      # unlike the embedding, the norm is never quantised
         rounds = not weight.is_meta and function(weight.new_empty(0)).dtype == torch.float16 != weight.dtype
         before = self.fingerprint() if rounds else None

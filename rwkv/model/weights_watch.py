@@ -141,8 +141,8 @@ class CachedFromWeights:
 def _signature(model: nn.Module) -> list[object]:
     """Returns a value that changes with the model.
 
-    The signature contains the modules and their settings, the weights' addresses, torch's counts of changes, and some elements.
-    It contains the ids of functions and modules instead of the objects, because an object may refer to weights.
+    The value contains the modules and their settings, the weights' addresses, torch's counts of changes, and some elements.
+    Functions and modules are replaced by their ids, because an object may refer to weights.
     """
     tensors = tensors_of(model)
     modules = list(model.modules())

@@ -141,7 +141,7 @@ class Terminal:
             return True
         except UserError as error:
             _say(f"error: {error}")
-        except Signalled:                # only Ctrl-C is for the turn; another signal is for the program
+        except Signalled:                # only Ctrl-C ends just the turn; other signals end the program
             raise
         except KeyboardInterrupt:        # Ctrl-C during prefill
             _say("the turn was stopped and discarded")

@@ -533,7 +533,7 @@ def _reject_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -
 
 
 def _ends_of_same(text: str, like: JsonMapping | None) -> Sequence[int] | Rule | None:
-    """Returns the ends of text in the definition `like` if that is for a file with the content `text`, otherwise None."""
+    """Returns the ends of text in `like`, or None unless `like` is the definition of a file with the content `text`."""
     if not like or like.get("kind") != "json":
         return None
     try:

@@ -298,7 +298,7 @@ def exact_by_step(adapter: Any, inputs: Inputs, weights: Tensor) -> dict[str, Te
 def wrong_steps(adapter: Any, operator: Any, inputs: Inputs, scale: Tensor, weights: Tensor) -> dict[str, float]:
     """Returns the largest relative error of any step, for each result in which that error exceeds 1e-4.
 
-    An error is relative to the norm of its step in the reference; if that is 0, any error is infinite.
+    An error is relative to the norm of its step in the reference; if the norm is 0, any error is infinite.
 
     Args:
         scale (T,): factors of the input `adapter.value`.

@@ -328,7 +328,7 @@ def test_c_refuses_a_tensor_whose_numbers_are_elsewhere(tensor: torch.Tensor) ->
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that has its numbers in another tensor, as DTensor and quantised tensors have."""
+    """A tensor whose numbers are in another tensor, as in DTensor and quantised tensors."""
 
     inner: torch.Tensor
 

@@ -1,6 +1,6 @@
 """make files: reads each kind of RWKV-7 file, compares it with other programs and float64, writes it and reads it back.
 
-Small models with random weights are written as each kind, by the program that the kind is named after if that is installed:
+Small models with random weights are written as each kind, by the program that gives the kind its name, if it is installed:
 PyPI's rwkv7-hf, flash-linear-attention and peft (.venv-peers), or llama.cpp's quantiser (.venv-llama). For programs that are
 not on PyPI, this file follows their map of names. Logits are compared with float64, on weights that are read without rwkv/, and
 with a program that runs such files. A missing program is named; its rows of an earlier result are kept, with their date. The
@@ -282,7 +282,7 @@ def save(program: str, model: Path, to: Path, **options: Any) -> dict[str, Any]:
 
 
 def run(environment: str, jobs: list[dict[str, Any]]) -> None:
-    """Runs the jobs in an environment, if that exists. A job that ends the program counts as failed, and the rest are run."""
+    """Runs the jobs if the environment exists. If a job ends the program, the job has failed, and the others are run."""
     python = PYTHON_LLAMA if environment == "llama.cpp" else PYTHON
     if not python.exists():
         return

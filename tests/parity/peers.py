@@ -146,7 +146,7 @@ class LlamaCpp:
 class Transformers:
     """RwkvForCausalLM of transformers, which changes its state, a list of ffn_x, att_x, a, b and p (B,width,L).
 
-    It reads one row at a time, because with several it adds (B,C) to (B,1,C) for a single token.
+    Rows are read one at a time: with several rows, transformers would add (B,C) to (B,1,C) for a single token.
     """
 
     def __init__(self, path: Path) -> None:

@@ -22,7 +22,7 @@ from rwkv.tokenizer.split import pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 AT_ONCE = 1024                           # texts per call of the tokenizer
-MOST_SKIPPED = 10                        # a run may skip this many rows, or MOST_SKIPPED_FRACTION of all rows if that is more
+MOST_SKIPPED = 10                        # a run may skip the larger of this many rows and MOST_SKIPPED_FRACTION of all
 MOST_SKIPPED_FRACTION = 1e-3
 
 

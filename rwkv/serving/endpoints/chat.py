@@ -111,7 +111,7 @@ def _answer_to_continue(body: ChatRequest, call_start: str) -> str:
 def _with_template(service: Service, body: ChatRequest) -> Service:
     """Returns the service with a chat template of the kind that rwkv_prompt_template names.
 
-    This is the server's own template if the kind matches, otherwise the template in TEMPLATE_NAMES.
+    The template is the server's own if the kind matches, otherwise the one in TEMPLATE_NAMES.
     """
     kwargs = body.chat_template_kwargs or TemplateOptions()
     name = kwargs.rwkv_prompt_template

@@ -90,7 +90,7 @@ def messages_of(items: list[JsonObject]) -> list[JsonObject]:
     in vLLM; without a summary they are skipped. Other servers encrypt thoughts.
     """
     messages: list[JsonObject] = []
-    answer: JsonObject | None = None         # the last message, if that is an assistant message that may get more items
+    answer: JsonObject | None = None         # the last message, if it is the assistant's and may get more items
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":

@@ -32,7 +32,7 @@ def print_lines(lines: Iterable[tuple[str, str]]) -> None:
 
 
 def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool:
-    """Returns True if training steps are timed: with plan=timed, or if that takes only seconds. All processes agree."""
+    """Returns True if training steps are timed: with plan=timed, or if timing takes only seconds. All processes agree."""
     if config.trainer.strategy == "fsdp":                # a whole model may not fit into one process
         return False
     if config.plan == "timed":

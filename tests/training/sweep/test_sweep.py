@@ -1,4 +1,4 @@
-"""Tests sweeps that train runs at the same time: kills, stops, continuations, and bits equal to runs one by one."""
+"""Tests sweeps that train runs at the same time: kills, stops, continuations, and bits equal to those of sequential runs."""
 
 import importlib.util
 import json
