@@ -41,7 +41,8 @@ class ProgressBar(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
         if self._bar is not None and trainer.global_step > self._bar.n:
-            if time.time() - self._bar.last_print_t >= self._bar.mininterval:      # the bar is about to be drawn
+            # The bar is about to be drawn. With TQDM_DISABLE in the environment, tqdm creates a bar without these fields
+            if not self._bar.disable and time.time() - self._bar.last_print_t >= self._bar.mininterval:
                 self._show(trainer)
             _advance(self._bar, trainer.global_step - self._bar.n)
 

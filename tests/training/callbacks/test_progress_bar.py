@@ -3,12 +3,17 @@
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from lightning import LightningModule
 from training_runs import SMALL, TEXT, done_here
 
 from rwkv.training.callbacks import progress_bar
+from rwkv.training.callbacks.metrics import Metrics
 
 
 @pytest.mark.programs
@@ -36,6 +41,20 @@ def test_a_file_gets_lines_early_and_then_fewer(capsys: pytest.CaptureFixture[st
             printed.append(second)
     bar.close()
     assert printed == [3, 9, 21, 45, 75, 105, 135]
+
+
+def test_the_user_may_disable_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """tqdm reads TQDM_DISABLE when it is imported."""
+    monkeypatch.setattr(progress_bar, "tqdm", partial(progress_bar.tqdm, disable=True))
+    trainer: Any = SimpleNamespace(max_steps=3, global_step=0, callback_metrics={}, num_val_batches=[1])
+    shown = progress_bar.ProgressBar(Metrics(1, False))
+    shown.on_train_batch_start(trainer)
+    for trainer.global_step in range(1, 4):
+        shown.on_train_batch_end(trainer)
+    shown.on_validation_start(trainer, LightningModule())
+    shown.on_validation_batch_end()
+    shown.on_train_end(trainer)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no pseudo-terminals of this kind")
