@@ -50,12 +50,12 @@ class Divergence(Callback):
         """Raises Diverged unless losses and weights are finite. All processes must call this before a checkpoint is written."""
         self._check_losses(trainer)
         if not math.isfinite(val_loss):
-            raise self._error("val/loss", trainer.global_step, self._lr)
+            raise _error("val/loss", trainer.global_step, self._lr, trainer)
         if isinstance(trainer.strategy, ShardedStrategy):
             trainer.strategy.reshard()
         norm = total_norm([weight.detach() for weight in trainer.lightning_module.parameters()])
         if all_sum(not norm.isfinite())[0]:
-            raise self._error("a weight", trainer.global_step, self._lr)
+            raise _error("a weight", trainer.global_step, self._lr, trainer)
 
     def _check_losses(self, trainer: lightning.Trainer) -> None:
         if not self._unchecked:
@@ -65,9 +65,11 @@ class Divergence(Callback):
         counts = all_sum(*(not math.isfinite(loss) for loss in losses))
         for (step, lr, _), count in zip(self._unchecked, counts, strict=True):
             if count:
-                raise self._error("train/loss", step, lr)
+                raise _error("train/loss", step, lr, trainer)
         self._unchecked.clear()
 
-    def _error(self, quantity: str, step: int, lr: float) -> Diverged:
-        return Diverged(f"training diverged: {quantity} is not finite at step {step}, where the learning rate is {lr:.3g}. "
-                        "Start a new run with a lower optim.lr=, a higher optim.warmup_steps= or a lower optim.grad_clip=")
+
+def _error(quantity: str, step: int, lr: float, trainer: lightning.Trainer) -> Diverged:
+    clip = "a lower optim.grad_clip=" if trainer.gradient_clip_val else "optim.grad_clip=1"
+    return Diverged(f"training diverged: {quantity} is not finite at step {step}, where the learning rate is {lr:.3g}. "
+                    f"Start a new run with a lower optim.lr=, a higher optim.warmup_steps= or {clip}")

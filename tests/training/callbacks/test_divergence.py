@@ -48,8 +48,9 @@ def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints_and_its_report(
 def test_losses_are_named_by_the_first_step_that_is_not_finite(run: Run, folder: Path) -> None:
     """The learning rate spoils the weights in step 1. The error names step 2, although losses are read after step 5."""
     status, _, error = run("train", *BRIEF, "optim.lr=1e30", "optim.warmup_steps=0", "trainer.log_every=5",
-                           "trainer.checkpoint_every=6", "trainer.val_every=6")
+                           "trainer.checkpoint_every=6", "trainer.val_every=6", "optim.grad_clip=0")
     assert status == 2
+    assert "lower optim.grad_clip" not in error, "0 is the lowest"
     assert "step 2," in error.splitlines()[-1]
     assert "checkpoints" not in error.splitlines()[-1], "there are none"
     assert not list(Path("run").glob("checkpoints/*"))
