@@ -13,6 +13,7 @@ GZIP = b"\x1f\x8b"
 LFS = b"version https://git-lfs"         # how a Git LFS pointer begins
 LFS_POINTER = "a Git LFS pointer, not the file itself: run git lfs pull, or download the file"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
+UTF32 = (b"\xff\xfe\0\0", b"\0\0\xfe\xff")          # the first begins with the mark of UTF-16
 BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # these control characters do not occur in text
 TRUNCATED = "unexpected end of data"     # Python's reason for text that ends within a character
 BEGINNING = 4096                         # the kind of a file is guessed from this many bytes
@@ -58,7 +59,7 @@ def decode(content: bytes, name: str) -> str:
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
     """Yields the text of a file in chunks, without a byte order mark.
 
-    Raises UserError if the file is unreadable, not UTF-8 or a Git LFS pointer, or has a page of zero bytes.
+    Raises UserError if the file is unreadable, not UTF-8 or a Git LFS pointer, has a page of zero bytes, or begins with many.
 
     Args:
         on_bytes: is called with each block of bytes.
@@ -88,6 +89,9 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
                 raise UserError(f"{option}={path} is incomplete or not text: there are at least {len(HOLE)} zero bytes, "
                                 f"starting at byte {before + data.find(HOLE)}. Copy or download the file again, or convert the "
                                 "file to UTF-8 text")
+            if not before and (coding := _coding_without_mark(beginning)):
+                raise UserError(f"{option}={path} is not text in UTF-8: many bytes are zero. If it is {coding}, convert it "
+                                f"with: iconv -f {coding} -t utf-8 FILE > NEW_FILE")
             if text:
                 yield text
             rest = data[used:]
@@ -166,11 +170,19 @@ def not_utf8_message(name: str, place: int, value: int, content: bytes, truncate
     return f"{name} is not UTF-8: byte {place} is {value:#04x}. {cut_off}{_advice(content[:BEGINNING])}"
 
 
+def _coding_without_mark(beginning: bytes) -> str | None:
+    """Returns the probable encoding of a text with many zero bytes, which are valid UTF-8; None for any other text."""
+    if 4 * beginning[:BEGINNING].count(0) <= len(beginning[:BEGINNING]):
+        return None
+    return f"utf-{32 if beginning[:4].count(0) == 3 else 16}{'le' if beginning[0] else 'be'}"
+
+
 def _advice(beginning: bytes) -> str:
     if beginning.startswith(GZIP):
         return "The file is compressed with gzip: decompress it, for instance with: gzip -dc FILE > NEW_FILE"
-    if beginning.startswith(UTF16):
-        return "The file is UTF-16: convert it, for instance with: iconv -f utf-16 -t utf-8 FILE > NEW_FILE"
+    if beginning.startswith(UTF16 + UTF32):
+        width = 32 if beginning.startswith(UTF32) else 16
+        return f"The file is UTF-{width}: convert it, for instance with: iconv -f utf-{width} -t utf-8 FILE > NEW_FILE"
     if BINARY.search(beginning):
         return "The file is binary: expected text in UTF-8"
     return "Convert the file, for instance from Latin-1 with: iconv -f latin1 -t utf-8 FILE > NEW_FILE"

@@ -438,6 +438,10 @@ WRONG_TEXT: dict[str, tuple[bytes | None, tuple[str, ...]]] = {
     "cut off": ("köstlich\n".encode() * 99 + b"k\xc3", ("byte 991 ", "cut off", "download")),
     "latin-1": ("name,ort\nJosé,Köln\n".encode("latin1") * 99, ("byte 12 ", "iconv")),
     "UTF-16": ("a\n".encode("utf-16") * 99, ("byte 0 ", "iconv -f utf-16 ")),
+    "UTF-32": ("a\n".encode("utf-32") * 99, ("byte 0 ", "iconv -f utf-32 ")),
+    "UTF-32, big endian": ("\ufeffa\n".encode("utf-32-be") * 99, ("byte 2 ", "iconv -f utf-32 ")),
+    **{f"{coding} without a mark": ("a\n".encode(coding) * 99, ("zero", f"iconv -f {coding} "))
+       for coding in ("utf-16le", "utf-16be", "utf-32le", "utf-32be")},
     "gzip": (gzip.compress(b"a\n" * 99), ("byte 1 ", "gzip -dc")),
     "binary": (b"\x7fELF\0" + bytes(range(256)), ("byte 133 ",)),
     "half a character": (("a" * 70_000 + "é").encode()[:-1], ("byte 70000 ",)),
