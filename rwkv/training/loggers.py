@@ -97,7 +97,8 @@ def loggers(config: LoggerConfig, out_dir: Path, run: JsonObject, resumed_at: in
             getattr(logger, "experiment", None)          # some loggers create their files only now, and Lightning at the start
         except Exception as error:       # a tracker's server may be down, or have deleted the run
             record = out_dir / trackers.RECORD
-            new = f", delete {record} to start a new run of the tracker" if record.exists() else ""
+            continues = isinstance(logger, trackers.MLflow) and record.exists()
+            new = f", delete {record} to start a new run of the tracker" if continues else ""
             raise UserError(f"logger={config.name} cannot start or continue a run ({_one_line(error)}). Correct the tracker's "
                             f"settings and logger.arguments={new}, or use logger=csv") from None
         return [file, _tolerate_errors(logger, config.name)]

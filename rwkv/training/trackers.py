@@ -57,14 +57,17 @@ class MLflow(MLFlowLogger):
 
     def __init__(self, tracker_run: TrackerRun, **arguments: Any) -> None:
         import mlflow
-        from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
+        from mlflow.environment_variables import MLFLOW_EXPERIMENT_ID, MLFLOW_EXPERIMENT_NAME
 
         self._record = tracker_run.out_dir / RECORD
         self._continues = _earlier_id(self._record) if tracker_run.resumed_at is not None else None
-        settings = {"experiment_name": tracker_run.project or MLFLOW_EXPERIMENT_NAME.get() or tracker_run.default_project,
+        project = tracker_run.project or MLFLOW_EXPERIMENT_NAME.get()
+        settings = {"experiment_name": project or tracker_run.default_project,
                     "run_name": tracker_run.name, "tracking_uri": mlflow.get_tracking_uri(), "run_id": self._continues,
                     "tags": {"group": tracker_run.group} if tracker_run.group else None}
         super().__init__(**settings | arguments)
+        if not project and "experiment_name" not in arguments:
+            self._experiment_id = MLFLOW_EXPERIMENT_ID.get() or None     # Lightning has no argument for it
 
     def log_hyperparams(self, params: JsonObject | Namespace, *more: object, **named: object) -> None:
         """Logs the options of a new run. The options of a resumed run are not logged, because MLflow rejects changes."""

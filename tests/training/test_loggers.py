@@ -19,7 +19,7 @@ from rwkv.errors import UserError
 from rwkv.report.run_files import read_metrics
 from rwkv.training import loggers
 from rwkv.training.run.directory import as_plain
-from rwkv.training.trackers import without_password
+from rwkv.training.trackers import MLflow, without_password
 
 RUN = as_plain(TrainConfig())
 CONFIG = LoggerConfig(name="wandb")
@@ -262,6 +262,14 @@ class Failing(Logger):
         raise RuntimeError("the server\nis down")
 
 
+class FailingMLflow(MLflow):
+    def __init__(self) -> None:
+        """Needs no package."""
+
+    def log_hyperparams(self, *_: object, **__: object) -> None:
+        raise RuntimeError("the server is down")
+
+
 @pytest.mark.parametrize("method", ["log_metrics", "finalize"])
 def test_a_tracker_that_fails_loses_its_own_metrics_but_not_the_run(method: str, tmp_path: Path,
                                                                     capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,9 +289,13 @@ def test_a_tracker_that_cannot_start_is_a_sentence(method: str, tmp_path: Path) 
     config = LoggerConfig(name="mine", _target_=f"{__name__}.Failing", arguments=[f"method={method}"])
     with pytest.raises(UserError, match=r"logger=mine cannot start.*the server is down"):
         loggers.loggers(config, tmp_path, RUN)
-    (tmp_path / "mlflow.json").write_bytes(b"{}")        # the tracker may have lost the run that this file names
-    with pytest.raises(UserError, match=r"delete .*mlflow\.json"):
+    (tmp_path / "mlflow.json").write_bytes(b"{}")        # belongs to a run with MLflow
+    with pytest.raises(UserError) as error:
         loggers.loggers(config, tmp_path, RUN)
+    assert "mlflow" not in str(error.value)
+    lost = LoggerConfig(name="mlflow", _target_=f"{__name__}.FailingMLflow")
+    with pytest.raises(UserError, match=r"delete .*mlflow\.json"):      # MLflow may have lost the run that this file names
+        loggers.loggers(lost, tmp_path, RUN)
 
 
 def test_rows_of_metrics_have_a_header_after_the_file_has_been_moved(tmp_path: Path) -> None:
