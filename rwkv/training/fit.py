@@ -259,11 +259,13 @@ def fit(built: Built, run: Run) -> Result:
         where = error.filename or run.out_dir
         raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}. Fix this error, "
                         f"then {continue_with}") from None
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if (message := memory_message(error)) is None:
+            raise
         remedy = "start a new run with a smaller data.batch_size= or model.ctx_len="
         if not run.config.trainer.activation_checkpointing:
             remedy = f"{continue_with} trainer.activation_checkpointing=true"
-        raise UserError(f"training stopped at step {trainer.global_step}: {memory_message(error)}. To reduce memory use, "
+        raise UserError(f"training stopped at step {trainer.global_step}: {message}. To reduce memory use, "
                         f"{remedy}") from None
     except Diverged as error:
         write_report(run.out_dir)

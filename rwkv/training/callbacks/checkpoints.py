@@ -34,7 +34,7 @@ from rwkv.checkpoint.formats import _fsdp_folder, _torch_file
 from rwkv.checkpoint.location import FOLDER, LAST, is_checkpoint, is_sharded
 from rwkv.data.loaders import worker_error
 from rwkv.distributed import all_gather, rank
-from rwkv.errors import CheckpointError, UnreadableError, UserError
+from rwkv.errors import CheckpointError, UnreadableError, UserError, memory_message
 from rwkv.io.atomic import old_path_during_replace, remove, replace_folder, require_folder, write_file
 from rwkv.io.json_types import StateDict
 from rwkv.training.callbacks.divergence import Divergence
@@ -62,6 +62,8 @@ class VerifiedFiles(TorchCheckpointIO):
             if is_folder:
                 remove(old_path_during_replace(target))
         except (OSError, RuntimeError, CheckpointError) as error:        # torch turns a full disk into a RuntimeError
+            if memory_message(error):
+                raise
             raise worker_error(error) or write_error(target, error) from None
 
     def load_checkpoint(self, path: str | Path, *arguments: Any, **options: Any) -> StateDict:

@@ -28,7 +28,9 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import replace_folder, write_file
 from rwkv.io.json_types import StateDict
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)         # errors of a full disk, a quota, and a limit on a file's size
+ROOM = "Make room on the disk"
+REMEDIES = {errno.ENOSPC: ROOM, errno.EDQUOT: ROOM,
+            errno.EFBIG: "Raise the limit on the size of a file (ulimit -f; a FAT32 disk allows 4 GB)"}
 
 
 class Saving:
@@ -142,7 +144,7 @@ def write_error(path: Path, error: BaseException) -> UserError:
     """Returns the error for a checkpoint that cannot be written."""
     cause = _root_cause(error)
     reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
-    remedy = "Fix this error" if isinstance(cause, OSError) and cause.errno not in FULL else "Make room on the disk"
+    remedy = REMEDIES.get(cause.errno or 0, "Fix this error") if isinstance(cause, OSError) else ROOM
     intact = " Earlier checkpoints are intact." if any(path.parent.glob("*.ckpt")) else ""
     return UserError(f"the checkpoint {path.parent / LAST.name} cannot be written: {reason}.{intact} {remedy}, then continue "
                      f"with resume=auto {quote(f'out_dir={path.parent.parent}')}")

@@ -314,6 +314,7 @@ def test_a_full_disk_stops_the_run_and_keeps_earlier_checkpoints(folder: Path, w
     last = result.error.splitlines()[-1]
     assert last.startswith(f"error: the checkpoint {tmp_path}/checkpoints/last.ckpt cannot be written: ")
     assert "then continue with resume=auto" in result.error
+    assert "Make room" not in last, "the disk is not full"
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
 
 
@@ -407,6 +408,19 @@ def test_objects_that_could_not_be_read_again_are_not_saved(tmp_path: Path) -> N
     with pytest.raises(UserError):
         VerifiedFiles().save_checkpoint({"weights": torch.zeros(3), "path": path}, path)
     assert path.read_bytes() == before
+
+
+class Huge:
+    """An object that cannot be written, because the machine has not enough memory."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[int]]:
+        return torch.Tensor, (torch.empty(1 << 56).dim(),)
+
+
+def test_memory_that_is_full_is_no_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="allocate"):
+        VerifiedFiles().save_checkpoint({"weights": Huge()}, tmp_path / "checkpoints" / "next.ckpt")
+    assert not list(tmp_path.glob("checkpoints/*"))
 
 
 @pytest.mark.programs
