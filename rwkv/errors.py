@@ -28,3 +28,12 @@ def memory_message(error: BaseException) -> str | None:
         return None
     details = "; ".join(text.split(". ")[1:3]) if "Tried to allocate" in text else ""
     return f"out of GPU memory: {details}" if details else "out of GPU memory"
+
+
+def compile_message(error: BaseException) -> str | None:
+    """Returns a one-line message if torch.compile could not write to its cache, otherwise None. Does not import torch."""
+    cause = getattr(error, "inner_exception", None)
+    if not isinstance(cause, OSError):
+        return None
+    path = cause.filename or "its cache"
+    return f"torch.compile failed: {path}: {cause.strerror}. Set TORCHINDUCTOR_CACHE_DIR to a writable folder"

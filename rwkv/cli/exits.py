@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kernels.registry import KernelUnavailable, UnknownKernel
-from rwkv.errors import UserError, memory_message
+from rwkv.errors import UserError, compile_message, memory_message
 from rwkv.io import signals
 from rwkv.io.broken_pipe import abandon, discard_when_unread
 
@@ -46,9 +46,12 @@ def exit_on_user_error() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except (MemoryError, RuntimeError) as error:
-        if (message := memory_message(error)) is None:
+        message = compile_message(error)
+        if message is None and (message := memory_message(error)):
+            message += ". Use a smaller model, a smaller batch or another dtype"
+        if message is None:
             raise
-        print(f"error: {message}. Use a smaller model, a smaller batch or another dtype", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except OSError as error:             # such as a full disk, or a folder without write permission
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -233,11 +234,27 @@ def test_memory_that_cannot_be_allocated_is_one_sentence(capsys: pytest.CaptureF
         assert line.startswith("error: out of memory")
 
 
+def test_a_cache_that_torch_compile_cannot_write_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    from torch._inductor.exc import InductorError
+
+    for cause, named in ((PermissionError(13, "Permission denied", "/cache/73"), True), (ValueError("a bug"), False)):
+        with pytest.raises(SystemExit if named else InductorError), cli.exit_on_user_error():
+            raise InductorError(cause, None)
+        error = capsys.readouterr().err
+        assert ("/cache/73: Permission denied" in error and "TORCHINDUCTOR_CACHE_DIR" in error) == named
+
+
+def fill_gpu() -> None:
+    raise torch.OutOfMemoryError(FULL_GPU)
+
+
 @pytest.mark.programs
-def test_a_run_on_a_full_gpu_says_how_it_continues(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("allocate", "size"), [(fill_gpu, "20.00 GiB"), (lambda: torch.empty(1 << 56), f"{1 << 58} bytes")])
+def test_a_run_without_memory_says_how_it_continues(allocate: Callable[[], object], size: str, run: Run,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(task: LanguageModel, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3:
-            raise torch.OutOfMemoryError(FULL_GPU)
+            allocate()
         return task.loss(*batch)
 
     Path("text.txt").write_text(TEXT, encoding="utf-8")
@@ -246,7 +263,7 @@ def test_a_run_on_a_full_gpu_says_how_it_continues(run: Run, monkeypatch: pytest
         patch.setattr(LanguageModel, "training_step", fail)
         status, _, error = run("train", *options)
     assert status == 2
-    assert "20.00 GiB" in error
+    assert size in error
     command = error.splitlines()[-1].partition("continue with: python train.py ")[2].split()
     assert command[-1] == "trainer.activation_checkpointing=true"
     assert run("train", *command)[0] == 0
