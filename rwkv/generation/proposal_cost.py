@@ -5,7 +5,7 @@ from statistics import median
 
 from kernels import native
 
-STEPS = 5                                # recent steps whose times count; until so many have been timed, nothing is proposed
+STEPS = 5                                # recent steps whose times count; until that many have been timed, nothing is proposed
 PASSES, FEWEST_PASSES = 5, 2             # maximum and minimum number of recent passes that count, for each number of proposals
 REFRESH = 32                             # after this many passes with proposals, a step without proposals is timed again
 

@@ -11,7 +11,7 @@ c(k) is measured while generating (proposal_cost.py). If each proposal is right 
 the most tokens per unit of time. If the gain is below LEAST_GAIN, the row's draft pauses for FIRST_PAUSE tokens, and then
 proposes TRIED tokens. The draft resumes if all of these are right; otherwise the next pause is twice as long. After a pause, a
 draft model has read nothing for a while, so only the second pass is timed, and it proposes TRIED tokens too. With more than
-MOST_ROWS rows nothing is proposed, because the tokens of so many rows already share the cost of reading the weights.
+MOST_ROWS rows nothing is proposed, because the tokens of that many rows already share the cost of reading the weights.
 """
 
 from collections.abc import Sequence

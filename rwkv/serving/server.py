@@ -138,7 +138,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
 
 def _allow_connections(most: int) -> int:
-    """Raises the limit on this process's open files for so many connections. Returns the number that the limit then allows.
+    """Raises this process's limit on open files for this many connections. Returns the number that the limit then allows.
 
     Many systems allow a process only 1024 open files until it asks for more. At the limit, uvloop closes new connections.
     """

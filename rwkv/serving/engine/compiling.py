@@ -242,6 +242,6 @@ def _limit_memory() -> None:
 
 
 def _limit_time(seconds: float) -> None:
-    """Makes SIGPROF end this process after so many more seconds of CPU time; 0 means no limit."""
+    """Makes SIGPROF end this process after this many more seconds of CPU time; 0 means no limit."""
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)

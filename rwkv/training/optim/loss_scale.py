@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from rwkv.training.errors import Diverged
 from rwkv.training.tbptt import CarriedStates
 
-MAX_ATTEMPTS = 30                        # after so many attempts, the initial scale of 2^16 is far below 1
+MAX_ATTEMPTS = 30                        # after this many attempts, the initial scale of 2^16 is far below 1
 
 
 class LossScale:

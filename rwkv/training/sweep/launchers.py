@@ -33,7 +33,7 @@ from rwkv.io.signals import POLL_SECONDS
 from rwkv.training.sweep import child
 
 DAY = 24 * 60                            # the default time limit of a job, in minutes
-CANCEL_SECONDS = 60                      # after so many seconds a cancelled job counts as ended, even without SLURM accounting
+CANCEL_SECONDS = 60                      # after this many seconds a cancelled job counts as ended even without SLURM accounting
 CLUSTERS = {"slurm": "SlurmJob", "local": "LocalJob"}    # maps clusters to submitit's job classes
 
 
