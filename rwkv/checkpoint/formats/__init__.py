@@ -29,7 +29,7 @@ from rwkv.io.utf8 import LFS, LFS_POINTER
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int8", "int4")}     # block formats
 LAYOUTS = ("fla", "official", "transformers-rwkv")       # layouts of RWKV-7's Hugging Face directories
 TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
-BYTES_SHOWN = 16                         # an error shows this many bytes of an unknown file; all are TEXT in no format
+BYTES_SHOWN = 16                         # bytes that an error shows of an unknown file; no format begins with 16 bytes of TEXT
 # For the first bytes of files that are not checkpoints: what such a file is, and what to do
 NOT_WEIGHTS = {
     LFS: LFS_POINTER,
