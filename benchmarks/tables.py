@@ -49,7 +49,7 @@ def generation(report: Report) -> str:
         table.append([row["what"], row["dtype"], f"{row['tokens_per_s']:.0f}",
                       *(f"{row['tokens_per_s'] / row[limit]:.0%}" if limit in row else "" for limit in ("read", "products")),
                       *map(_fastest, theirs), f"{row['first_token_s']:.2f}", f"{row['peak_mib']:.0f}"])
-    zeros = f"Of the squared ReLUs {report['zeros']:.0%} are zero.\n\n" if "zeros" in report else ""
+    zeros = f"{report['zeros']:.0%} of the squared ReLUs are zero.\n\n" if "zeros" in report else ""
     return zeros + markdown(table)
 
 

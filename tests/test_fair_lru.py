@@ -18,7 +18,7 @@ def test_an_owner_with_exactly_its_share_loses_nothing() -> None:
 
 
 @given(st.integers(SIZE, 12 * SIZE), st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
-def test_nobody_loses_its_share_to_others_and_an_owner_alone_has_all(most: int, steps: list[tuple[str, bool]]) -> None:
+def test_no_owner_loses_its_share_and_a_single_owner_may_use_everything(most: int, steps: list[tuple[str, bool]]) -> None:
     shares, last_use, owners = FairLRU[int](), dict[int, int](), dict[int, str]()
     for number, (owner, again) in enumerate(steps):
         mine = [key for key in shares if owners[key] == owner]

@@ -39,5 +39,5 @@ def test_a_line_for_each_part_and_json_at_the_end(capsys: pytest.CaptureFixture[
     ("native::wkv7_forward_float32", "wkv"), ("native::rwkv7_gates_forward_float32", "pointwise"), ("aten::mul_", "pointwise"),
     ("aten::native_layer_norm_backward", "norm"), ("aten::copy_", "other"), ("aten::_fused_adamw_", "other"),
     ("MmBackward0", "between"), ("part: forward", "between")])
-def test_kinds(name: str, kind: str) -> None:
+def test_the_kind_of_each_kernel(name: str, kind: str) -> None:
     assert kind_of(name) == kind

@@ -147,14 +147,14 @@ def test_the_parts_of_torchs_distributed_checkpoint_say_what_to_do(model: RWKV, 
         refuses(path, "dcp_to_torch")
 
 
-def test_two_sets_of_weights_in_one_file_are_named(model: RWKV, tmp_path: Path) -> None:
+def test_the_error_names_both_sets_of_weights_in_a_file(model: RWKV, tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "ema": model.state_dict()}, tmp_path / "model.pth")
     refuses(tmp_path / "model.pth", "model, ema")
     torch.save({**model.state_dict(), "ema": model.state_dict()}, tmp_path / "model.pth")
     refuses(tmp_path / "model.pth", "ema")
 
 
-def test_tensors_under_numbers_are_not_weights(model: RWKV, tmp_path: Path) -> None:
+def test_tensors_with_numbers_as_keys_are_not_weights(model: RWKV, tmp_path: Path) -> None:
     torch.save(dict(enumerate(model.state_dict().values())), tmp_path / "model.pth")
     refuses(tmp_path / "model.pth", "names of tensors must be strings; got 0")
 
@@ -398,7 +398,7 @@ def test_bin_beside_safetensors(model: RWKV, tmp_path: Path) -> None:
     refuses_undamaged(folder, "pytorch_model.bin", "differ")
 
 
-def test_shards_without_their_index_or_config_say_so(model: RWKV, tmp_path: Path) -> None:
+def test_the_error_for_shards_names_the_missing_index_or_config(model: RWKV, tmp_path: Path) -> None:
     folder = save_directory(model, tmp_path / "model")
     shard(folder)
     (folder / "model.safetensors").unlink()
@@ -428,7 +428,7 @@ def test_shards_of_the_author_s_tensors_need_no_config(model: RWKV, tmp_path: Pa
         refuses_undamaged(folder, "lacks the config.json")
 
 
-def test_models_in_subfolders_are_named(model: RWKV, tmp_path: Path) -> None:
+def test_the_error_lists_models_in_subfolders(model: RWKV, tmp_path: Path) -> None:
     """transformers' Trainer writes checkpoint-1, checkpoint-2 and so on."""
     for number in (1, 2):
         save_directory(model, tmp_path / "out" / f"checkpoint-{number}")

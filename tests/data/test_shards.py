@@ -138,7 +138,7 @@ def test_what_the_tokenizer_loses_is_counted(library: DataConfig, tokenizer: Jso
     assert "validation text" in str(prepared.describe_lost())
 
 
-def test_a_small_loss_is_reported_and_the_bits_are_given(config: DataConfig) -> None:
+def test_a_small_loss_of_text_is_reported_and_bits_per_byte_remain(config: DataConfig) -> None:
     with_text(config, TEXT * 3 + "ä" + TEXT[-300:])
     prepared = prepare(config, 16, dropping(sorted(set(TEXT))))
     assert prepared.sizes.train_lost == Lost(0, prepared.sizes.train_bytes)

@@ -387,7 +387,7 @@ def some_right(p: float, n: int) -> Callable[[int], bool]:
 
 @pytest.mark.parametrize("estimate", [0.0, 0.16, 0.4])
 @pytest.mark.parametrize("seconds", [0.05, 0.2, 0.8])
-def test_without_luck_a_draft_costs_at_most_three_percent(seconds: float, estimate: float, measured_costs: None) -> None:
+def test_a_draft_that_is_never_right_costs_at_most_three_percent(seconds: float, estimate: float, measured_costs: None) -> None:
     """The estimate of the draft's cost may be wrong."""
     for n in (400, 2000):
         drawn, time, _ = simulate_pace(lambda i: False, n, ProposalCost(estimate), seconds)

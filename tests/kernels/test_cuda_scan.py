@@ -52,7 +52,7 @@ def test_output_state_and_gradients(name: str, shape: tuple[int, int, int], spre
     *((properties.test_a_nonfinite_value_shows_from_its_step_on, (where, value)) for where in "kv"
       for value in (math.nan, math.inf)),
 ], ids=lambda value: getattr(value, "__name__", str(value)))
-def test_properties(scan: WKV4, test: Callable[..., None], arguments: tuple[object, ...]) -> None:
+def test_the_operator_has_its_properties(scan: WKV4, test: Callable[..., None], arguments: tuple[object, ...]) -> None:
     test(scan, *arguments, "cpu")
 
 

@@ -94,7 +94,7 @@ def test_forward_alone_gives_the_same_bits(wkv7: WKV7) -> None:
 @pytest.mark.parametrize("test", [
     properties.test_state_gradient_alone, properties.test_gradients_are_0_after_the_last_read_and_before_the_first_input,
     properties.test_nan_stays_in_its_head_and_reaches_no_earlier_step], ids=lambda test: test.__name__)
-def test_properties(wkv7: WKV7, test: Callable[[WKV7, str], None]) -> None:
+def test_the_operator_has_its_properties(wkv7: WKV7, test: Callable[[WKV7, str], None]) -> None:
     test(wkv7, "cpu")
 
 

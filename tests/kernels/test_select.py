@@ -181,7 +181,7 @@ def test_the_rules_by_size_have_every_measured_size() -> None:
         assert set(orders) == {select.Size(sizes["B"] * sizes["H"], sizes["T"]) for sizes in shapes}
 
 
-def test_auto_runs_here() -> None:
+def test_auto_chooses_a_kernel_that_runs_on_this_machine() -> None:
     assert select.select("wkv4", "auto").name == select.resolve("wkv4", "auto") in runnable_here()
     assert select.select("wkv4", "auto", "cpu", torch.float64).name == "torch_scan"
     assert select.resolve("wkv4", "formula") == "formula"

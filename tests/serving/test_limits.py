@@ -219,7 +219,7 @@ def test_a_request_that_asks_for_http_2_is_answered_in_http_1(server: Running) -
     assert server.exchange(many + last).count(b" 405 ") == 1500
 
 
-def test_many_half_requests_stop_nobody(server: Running) -> None:
+def test_many_incomplete_requests_block_no_other_request(server: Running) -> None:
     before = server.open_files()
     halves = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
     for half in halves:
@@ -324,7 +324,7 @@ def test_a_server_whose_engine_ends_says_why_and_ends(start: Callable[..., Runni
     assert "engine     the engine has stopped (SIGKILL" in server.log
 
 
-def test_nobody_waits_for_a_long_text_to_be_encoded(server: Running) -> None:
+def test_encoding_a_long_text_delays_no_other_request(server: Running) -> None:
     """The body has almost 1 MiB, the limit here, and asks for the strings of its 840,000 tokens."""
     long = {"prompt": "ab cd\n" * 140_000, "return_token_strs": True}
     with ThreadPoolExecutor(1) as thread:
@@ -339,7 +339,7 @@ def test_nobody_waits_for_a_long_text_to_be_encoded(server: Running) -> None:
 
 @pytest.mark.usefixtures("idle")
 @pytest.mark.soak                        # the test waits for half a minute
-def test_a_reader_that_sleeps_is_cancelled(server: Running) -> None:
+def test_a_client_that_stops_reading_is_cancelled(server: Running) -> None:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", server.port))

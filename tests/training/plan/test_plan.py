@@ -145,7 +145,7 @@ def test_a_duration_has_a_unit_of_its_size(seconds: float, expected: str) -> Non
     assert duration.format_duration(60 * seconds) == f"about {expected}"
 
 
-def test_segments_that_are_computed_twice_take_their_time() -> None:
+def test_the_plan_counts_segments_computed_twice() -> None:
     """All segments but the last of four are recomputed, which takes a third of a segment's time."""
     configs = [configured(1, 8, 4, 10, tbptt=K) for K in (0, 1, 4)]
     assert [duration.equivalent_steps(config, 60, 0) for config in configs] == [(60, 0), (60, 0), (75, 0)]
