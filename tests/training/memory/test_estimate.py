@@ -117,7 +117,7 @@ def test_processes_share_a_batch_and_fsdp_the_weights() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_a_heap_that_is_returned_after_each_block_has_a_quarter_of_holes() -> None:
+def test_the_plan_adds_a_quarter_for_holes_in_a_heap_that_is_returned_after_each_block() -> None:
     """The soak tests measure the peaks that this factor comes from."""
     packed = replace(configured(2, 64, 8, 128, accelerator="cpu"), data=DataConfig(name="chat", batch_size=8))
     with_holes, without = (memory.estimate(replace(packed, trainer=replace(packed.trainer, malloc=malloc)), 256)
