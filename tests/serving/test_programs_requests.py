@@ -155,7 +155,7 @@ def test_an_option_that_only_other_servers_have_must_be_off(g1: Running, field: 
 
 def test_two_names_of_an_option_must_agree(g1: Running) -> None:
     for one, other in (({"repetition_penalty": 1.1}, {"repeat_penalty": 1.2}), ({"think": False}, {"enable_thinking": True}),
-                       ({"response_format": {"type": "json_object"}}, {"format": "json"})):
+                       ({"response_format": {"type": "json_object"}}, {"format": {"type": "boolean"}})):
         answer = httpx.post(f"{g1.url}/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1, **one, **other})
         check_error(answer)
         assert "conflicts" in answer.json()["error"]["message"]
