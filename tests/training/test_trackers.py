@@ -8,6 +8,8 @@ import pytest
 from programs import Run
 from training_runs import SMALL, TEXT, losses
 
+from rwkv.training.trackers import MLflow, TrackerRun
+
 pytestmark = pytest.mark.programs
 Read = Callable[[str], dict[int, float]]                 # returns the training losses of the run of that name
 
@@ -78,3 +80,14 @@ def test_a_tracker_has_the_run_and_its_continuation(logger: str, read: Read, run
     assert list(read("conv1d-first")) == [*range(1, 9)]
     assert not Path("mlflow.db").exists()
     assert not Path("mlruns").exists()
+
+
+@pytest.mark.filterwarnings("default")   # other packages raise their own warnings
+def test_mlflow_s_own_variable_names_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/own.db")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", mlflow.MlflowClient().create_experiment("mine"))
+    for project, name in ((None, "mine"), ("other", "other")):
+        logger = MLflow(TrackerRun(project, "timemix", None, "run", tmp_path, None))
+        logger.log_hyperparams({"seed": 0})
+        assert mlflow.MlflowClient().get_experiment(logger.experiment_id).name == name
