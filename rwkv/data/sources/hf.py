@@ -17,14 +17,16 @@ from rwkv.data.files import contents, find_files, natural_key
 from rwkv.data.sources.jsonl import between_separators
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
+from rwkv.io.compressed import COMPRESSED
 from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import count_of
 from rwkv.io.utf8 import require_no_pointer
 
-PATH = ("a .parquet, .arrow, .json, .csv or .tsv file, a folder or a pattern of them, a folder that save_to_disk made, or the "
-        "name of a dataset on the Hugging Face Hub")
+PATH = ("a .parquet, .arrow, .json, .jsonl, .csv or .tsv file (text also as .gz or .zst), a folder or a pattern of them, a "
+        "folder that save_to_disk made, or the name of a dataset on the Hugging Face Hub")
 LOCAL = False
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+ENDINGS = tuple(f"{suffix}{compression}" for suffix in FORMATS for compression in ("", *COMPRESSED))
 STRINGS = ("string", "large_string", "string_view")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ROWS = 256                               # number of rows to read at a time
@@ -56,7 +58,7 @@ def describe(config: DataConfig) -> str:
 
 def _require_configurations(config: DataConfig) -> None:
     path = str(config.path)
-    is_files = Path(path).is_file() or glob.has_magic(path) or (Path(path).suffix in FORMATS and not Path(path).is_dir())
+    is_files = Path(path).is_file() or glob.has_magic(path) or (_suffix(Path(path)) in FORMATS and not Path(path).is_dir())
     if config.config is not None and (is_files or _is_saved(path)):
         raise UserError(f"data.config={config.config} requires a data set with configurations, which is a name on the Hugging "
                         f"Face Hub or a folder with a README.md that lists them; got data.path={path}")
@@ -144,14 +146,19 @@ def _no_column(config: DataConfig, columns: list[str], actual: object = None) ->
 
 
 def local_files(path: str) -> list[tuple[str, Path]]:
-    """Returns the (name, file) of each file that a path, folder or pattern names and whose suffix is in FORMATS.
+    """Returns the (name, file) of each file that a path, folder or pattern names and whose format is in FORMATS.
 
     Returns [] for the name of a dataset on the Hub.
     """
     if Path(path).exists() or glob.has_magic(path):
         with suppress(UserError):        # the library may support other files
-            return [(name, file) for name, file in find_files(path, tuple(FORMATS)) if file.suffix in FORMATS]
+            return [(name, file) for name, file in find_files(path, ENDINGS) if _suffix(file) in FORMATS]
     return []
+
+
+def _suffix(path: Path) -> str:
+    """Returns the suffix of the format, without the suffix of a compression: .jsonl for a.jsonl.gz."""
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 
 def _is_saved(path: str) -> bool:
@@ -171,13 +178,13 @@ def _load_arguments(config: DataConfig) -> tuple[str, JsonObject]:
     local = [file for _, file in local_files(path)]
     for file in local:
         require_no_pointer(file)
-    suffixes = {file.suffix for file in local}
+    suffixes = {_suffix(file) for file in local}
     options: JsonObject = {}
     if suffixes == {".parquet"}:
         options = _column_options(config, local)
     elif len(suffixes) == 1 and suffixes <= SEPARATORS.keys():
         options = _text_options(local, SEPARATORS[suffixes.pop()])
-    suffix = Path(path).suffix
+    suffix = _suffix(Path(path))
     if suffix not in FORMATS and (Path(path).is_file() or glob.has_magic(path)):
         raise UserError(f"data.path={path} must be {PATH}")
     if suffix not in FORMATS or Path(path).is_dir():

@@ -288,6 +288,13 @@ def test_tables_are_texts_and_splits_have_parts(datasets: ModuleType, config: Da
     (tmp_path / "t.tsv").write_text("".join(f"{number}\t{word}\n" for number, word in enumerate(["text", *words])))
     assert read("t.csv") == read("t.tsv") == sorted(words)
     for name in ("t.csv", "t.tsv"):
+        packed = tmp_path / "packed" / f"{name}.gz"
+        packed.parent.mkdir(exist_ok=True)
+        packed.write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+        for path in ("packed", f"packed/{packed.name}", f"packed/*{name[1:]}.gz"):
+            assert read(path) == sorted(words)
+        assert sorted(row["text"] for row in open_streamed(of_kind(config, "hf", packed))) == sorted(words)
+        packed.unlink()
         folder = tmp_path / f"folder of {name}"
         folder.mkdir()
         shutil.copy(tmp_path / name, folder)
