@@ -121,7 +121,7 @@ def tuned_kind(names: Collection[str]) -> str | None:
 
 def _explain_unrecognised(path: Path, tensors: Mapping[str, Stored]) -> str:
     if SHARD.fullmatch(path.name):
-        return f"{path} is one shard of a Hugging Face directory: pass the directory, with its config.json and index"
+        return _describe_shard(path)
     extensions = {version: pattern for generation in generations() for version, pattern in generation.EXTENSIONS.items()}
     has_later_names = any(name.endswith(".r_k") for name in tensors)     # RWKV-7 and later, under another program's names too
     for version, pattern in (extensions if has_later_names else {**extensions, **OTHER_VERSIONS}).items():
@@ -138,9 +138,15 @@ def _explain_unrecognised(path: Path, tensors: Mapping[str, Stored]) -> str:
             f"{supported_names()}")
 
 
+def _describe_shard(path: Path) -> str:
+    return f"{path} is one shard of a Hugging Face directory: pass the directory, with its config.json and index"
+
+
 def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], ctx_len: int) -> tuple[ModelConfig, int]:
     """Infers the configuration and the vocabulary size from the tensors' shapes."""
     def matrix(name: str) -> Shape:
+        if name not in tensors and SHARD.fullmatch(path.name):
+            raise CheckpointError(_describe_shard(path))
         if name not in tensors:
             raise CheckpointError(f"{path} is not a complete {generation.model.NAME} checkpoint: {name} is missing. "
                                   f"The file contains {_describe_names(tensors)}")
@@ -209,6 +215,8 @@ def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], confi
     """Returns the tensors in the model's order and shapes. Raises CheckpointError for missing, surplus or misshapen tensors."""
     expected: dict[str, Shape] = generation.model.shapes(config, vocab_size)
     missing = [name for name in expected if name not in tensors]
+    if missing and SHARD.fullmatch(path.name):
+        raise CheckpointError(_describe_shard(path))
     if missing == [HEAD]:
         remedy = "set tie_word_embeddings to true in config.json" if path.is_dir() else \
             "pass the directory with the config.json that sets tie_word_embeddings to true"

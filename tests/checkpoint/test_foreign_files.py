@@ -402,6 +402,12 @@ def test_the_error_for_shards_names_the_missing_index_or_config(model: RWKV, tmp
     folder = save_directory(model, tmp_path / "model")
     shard(folder)
     (folder / "model.safetensors").unlink()
+    weights = [weight for file in folder.glob("model-*") for weight in load_file(file).items()]
+    embedding, *others = sorted(weights, key=lambda item: "embeddings" not in item[0])
+    for part in ([embedding], others, [embedding, *others[1:]], [embedding, *others[:-1]]):      # each lacks another part
+        save_file(dict(part), folder / "model-00009-of-00009.safetensors")
+        refuses_undamaged(folder / "model-00009-of-00009.safetensors", "one shard", "directory")
+    (folder / "model-00009-of-00009.safetensors").unlink()
     refuses_undamaged(folder / "model-00001-of-00002.safetensors", "shard", "directory")
     for name in ("model.safetensors.index.json", "config.json"):
         refuses_undamaged(folder / name, f"directory, {folder}")
