@@ -404,7 +404,7 @@ def _zero_norm_notes(path: Path, stored: Mapping[str, Stored]) -> list[str]:
     """
     zeros = []
     for name, tensor in stored.items():
-        if NORM.fullmatch(name):
+        if tensor.mapped and NORM.fullmatch(name):       # other tensors would have to be read whole
             if not tensor.peek().any():
                 zeros.append(name)
             tensor.drop_pages()
