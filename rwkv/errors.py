@@ -1,6 +1,9 @@
 """The exceptions for a user's mistakes. Programs print their message and end with status 2. Any other exception is a bug."""
 
+import errno
 import re
+
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)       # errors of a write
 
 
 class UserError(ValueError):
@@ -33,7 +36,6 @@ def memory_message(error: BaseException) -> str | None:
 def compile_message(error: BaseException) -> str | None:
     """Returns a one-line message if torch.compile could not write to its cache, otherwise None. Does not import torch."""
     cause = getattr(error, "inner_exception", None)
-    if not isinstance(cause, OSError):
+    if not isinstance(cause, OSError) or cause.errno not in UNWRITABLE or not cause.filename:
         return None
-    path = cause.filename or "its cache"
-    return f"torch.compile failed: {path}: {cause.strerror}. Set TORCHINDUCTOR_CACHE_DIR to a writable folder"
+    return f"torch.compile failed: {cause.filename}: {cause.strerror}. Set TORCHINDUCTOR_CACHE_DIR to a writable folder"

@@ -175,8 +175,8 @@ def latest_run(path: Path) -> None:
 def tuned_by(how: str) -> Callable[[Path], None]:
     """Returns a function that trains a run which tunes BASE.pth with tune=`how`."""
     def train_run(path: Path) -> None:
-        conversations(path.parent.parent / "talks.jsonl")
-        train(path.parent.parent, f"init_from=BASE.pth data=chat data.path=talks.jsonl tune={how} model.ctx_len=256 "
+        conversations(path.parent.parent / "conversations.jsonl")
+        train(path.parent.parent, f"init_from=BASE.pth data=chat data.path=conversations.jsonl tune={how} model.ctx_len=256 "
                                   f"{LITTLE_TEXT} out_dir={path}")
     return train_run
 

@@ -32,11 +32,6 @@ def profiler_active() -> bool:
     return bool(_lookup("torch._C._autograd", "_profiler_enabled", True)())
 
 
-def backward_active() -> bool:
-    """Returns True if the caller runs inside a backward pass, as code that torch.utils.checkpoint repeats does."""
-    return bool(_lookup("torch._C", "_current_graph_task_id", True)() != -1)
-
-
 def module_hooks_active() -> bool:
     """Returns True if a global hook is registered, which every nn.Module calls."""
     return bool(_lookup("torch.nn.modules.module", "_has_any_global_hook", True)())

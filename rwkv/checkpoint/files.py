@@ -400,7 +400,7 @@ def _interpret(content: Content) -> Checkpoint:
 def _zero_norm_notes(path: Path, stored: Mapping[str, Stored]) -> list[str]:
     """Returns a list with one message about normalisation weights of only zeros; [] if there are none.
 
-    Training begins with ones. Zeros are what is missing in an interrupted download if the program reserved the whole file.
+    Training begins with ones. An interrupted download leaves zeros if the program had reserved the whole file.
     """
     zeros = []
     for name, tensor in stored.items():

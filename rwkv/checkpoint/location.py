@@ -105,12 +105,14 @@ def _single_file(folder: Path) -> Path:
             return folder
         raise CheckpointError(f"{folder} contains {len(files)} shards of a Hugging Face directory, but lacks the config.json: "
                               "download this file, too")
+    parts = all(file.name.endswith("_model_states.pt") for file in files)
+    program = next((parent / DEEPSPEED for parent in (folder, folder.parent) if (parent / DEEPSPEED).is_file()), None)
+    if parts and program:
+        raise CheckpointError(f"{folder} is a checkpoint of DeepSpeed in several parts: join the parts with python {DEEPSPEED} "
+                              f". OUT in {program.parent}, and pass OUT")
     if files:
         names = ", ".join(file.name for file in files[:4]) + (", ..." if files[4:] else "")
         raise CheckpointError(f"{folder} contains {len(files)} files with weights: name one file ({names})")
-    if (folder / DEEPSPEED).is_file():
-        raise CheckpointError(f"{folder} is a checkpoint of DeepSpeed in several parts: join the parts with python {DEEPSPEED} "
-                              ". OUT in this folder, and pass OUT")
     models = {file.parent for mark in hub.MARKS for file in folder.glob(f"*/{mark}")}
     if models:                           # such as checkpoint-500 of transformers' Trainer, or an adapter with a name
         raise CheckpointError(f"{folder} contains {count_of(len(models), 'model')} in folders of their own: name one, such as "

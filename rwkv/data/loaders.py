@@ -108,7 +108,7 @@ class DataModule(LightningDataModule):
         sampler: Sampler
         trainer = self.trainer
         layout = StepLayout(self.config.batch_size)
-        batches = 0                      # of the whole run, or of one epoch if the number of steps is unknown
+        batches = 0                      # batches of the whole run, or of one epoch if the number of steps is unknown
         if trainer is not None:
             layout = StepLayout(layout.rows, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
             batches = max(0, trainer.max_steps) * trainer.accumulate_grad_batches

@@ -44,7 +44,8 @@ class Stats:
 class Chat:
     """A conversation with its messages, and with the saved prefill results from which the next turn continues.
 
-    A message stores its thoughts as reasoning_content. The template decides whether later turns show these thoughts.
+    A message stores its thoughts as reasoning_content. The template decides whether later turns show these thoughts. If the
+    model's weights change, the next turn uses the new weights; they must not change during an answer.
 
     Attributes:
         think: the way in which a prompt asks for thoughts (rwkv/chat/thoughts.py).

@@ -50,16 +50,18 @@ def decode(content: bytes, name: str) -> str:
     Raises UserError if the content is not UTF-8.
     """
     try:
-        return content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = error.start + len(content) - len(error.object)       # error.object has no byte order mark
         raise UserError(not_utf8_message(name, place, content[place], content, error.reason == TRUNCATED)) from None
+    _require_no_coding_of_two_or_four_bytes(content, name)
+    return text
 
 
 def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
     """Yields the text of a file in chunks, without a byte order mark.
 
-    Raises UserError if the file is unreadable, not UTF-8 or a Git LFS pointer, has a page of zero bytes, or begins with many.
+    Raises UserError if the file is unreadable, not UTF-8 or a Git LFS pointer, or has a page of zero bytes.
 
     Args:
         on_bytes: is called with each block of bytes.
@@ -89,9 +91,8 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
                 raise UserError(f"{option}={path} is incomplete or not text: there are at least {len(HOLE)} zero bytes, "
                                 f"starting at byte {before + data.find(HOLE)}. Copy or download the file again, or convert the "
                                 "file to UTF-8 text")
-            if not before and (coding := _coding_without_mark(beginning)):
-                raise UserError(f"{option}={path} is not text in UTF-8: many bytes are zero. If it is {coding}, convert it "
-                                f"with: iconv -f {coding} -t utf-8 FILE > NEW_FILE")
+            if not before:
+                _require_no_coding_of_two_or_four_bytes(beginning, f"{option}={path}")
             if text:
                 yield text
             rest = data[used:]
@@ -170,11 +171,23 @@ def not_utf8_message(name: str, place: int, value: int, content: bytes, truncate
     return f"{name} is not UTF-8: byte {place} is {value:#04x}. {cut_off}{_advice(content[:BEGINNING])}"
 
 
+def _require_no_coding_of_two_or_four_bytes(beginning: bytes, name: str) -> None:
+    """Raises UserError for a text in UTF-16 or UTF-32 without a byte order mark. Its zero bytes are valid UTF-8."""
+    if coding := _coding_without_mark(beginning):
+        raise UserError(f"{name} is not text in UTF-8: many bytes are zero. {_conversion(coding)}")
+
+
 def _coding_without_mark(beginning: bytes) -> str | None:
-    """Returns the probable encoding of a text with many zero bytes, which are valid UTF-8; None for any other text."""
-    if 4 * beginning[:BEGINNING].count(0) <= len(beginning[:BEGINNING]):
-        return None
-    return f"utf-{32 if beginning[:4].count(0) == 3 else 16}{'le' if beginning[0] else 'be'}"
+    """Returns the probable encoding of a text whose zero bytes are where UTF-16 or UTF-32 has them; None for any other text."""
+    by_position = [beginning[first:BEGINNING:4] for first in range(4)]
+    zeros = [part.count(0) / len(part) if part else 0.0 for part in by_position]
+    places = {"utf-32le": (2, 3, 0), "utf-32be": (0, 1, 3), "utf-16le": (1, 3, 0), "utf-16be": (0, 2, 1)}
+    return next((coding for coding, (first, second, other) in places.items()
+                 if min(zeros[first], zeros[second]) > 0.5 and zeros[other] < 0.1), None)
+
+
+def _conversion(coding: str) -> str:
+    return f"The file is probably {coding.upper()}: convert it with: iconv -f {coding} -t utf-8 FILE > NEW_FILE"
 
 
 def _advice(beginning: bytes) -> str:
@@ -183,6 +196,8 @@ def _advice(beginning: bytes) -> str:
     if beginning.startswith(UTF16 + UTF32):
         width = 32 if beginning.startswith(UTF32) else 16
         return f"The file is UTF-{width}: convert it, for instance with: iconv -f utf-{width} -t utf-8 FILE > NEW_FILE"
+    if coding := _coding_without_mark(beginning):
+        return _conversion(coding)
     if BINARY.search(beginning):
         return "The file is binary: expected text in UTF-8"
     return "Convert the file, for instance from Latin-1 with: iconv -f latin1 -t utf-8 FILE > NEW_FILE"

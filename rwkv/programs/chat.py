@@ -132,7 +132,7 @@ class Terminal:
         """Handles a command or a turn of the user. Prints an error on standard error, and then returns False."""
         try:
             name, _, rest = text[1:].partition(" ")
-            if text.startswith("/") and "/" not in name:       # a path or a comment has another slash, a command has not
+            if text.startswith("/") and "/" not in name:       # a path or a comment has another slash, a command does not
                 if name not in self._commands:
                     raise UserError(f"the command /{name} is unknown; {self.commands()}")
                 self._commands[name](rest.strip())

@@ -124,6 +124,9 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None           # in Lark's syntax
+    disable_fallback: Literal[False] | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
 
 
 class Constraint(NamedTuple):
@@ -143,16 +146,18 @@ class Constraint(NamedTuple):
         """Returns the grammar. Raises UserError or ApiError for an invalid value."""
         constructors: dict[str, Callable[[Any, str], Grammar]] = {
             "json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice, "lark": Grammar.lark}
-        value = self.value
-        if self.kind == "lark" and GBNF_RULE.search(value):      # llguidance's converter changes the grammar's language
+        if self.kind == "lark" and GBNF_RULE.search(self.value):         # llguidance's converter changes the language
             raise ApiError(400, f"{self.field} must be a grammar in Lark's syntax, with rules such as start: \"yes\" | \"no\". "
                                 "GBNF, whose rules contain ::=, is not supported", self.field)
-        if self.kind == "json" and isinstance(value, str):
-            try:
-                value = msgspec.json.decode(value)
-            except (msgspec.DecodeError, RecursionError):
-                raise ApiError(400, f"{self.field} must be a JSON schema, or the text of one", self.field) from None
-        return constructors[self.kind](value, self.field)
+        return constructors[self.kind](self.value, self.field)
+
+
+def _schema_in(value: str | JsonObject, field: str) -> Any:
+    """Returns the JSON schema in a field, whose value is the schema or its text. Raises ApiError if the text is not JSON."""
+    try:
+        return msgspec.json.decode(value) if isinstance(value, str) else value
+    except (msgspec.DecodeError, RecursionError):
+        raise ApiError(400, f"{field} must be a JSON schema, or the text of one", field) from None
 
 
 def _request_field(item: Field) -> tuple[str, object, None]:
@@ -276,7 +281,8 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         for source, prefix, path in ((self, "guided_", "guided_"), (self.structured_outputs, "", "structured_outputs.")):
             for name, kind in CONSTRAINTS.items():
                 if (value := getattr(source, f"{prefix}{name}", None)) not in (None, "", []):
-                    yield Constraint(f"{path}{name}", kind, value)
+                    field = f"{path}{name}"
+                    yield Constraint(field, kind, _schema_in(value, field) if kind == "json" else value)
         if self.structured_outputs is not None and self.structured_outputs.json_object:
             yield Constraint("structured_outputs.json_object", "json", ANY_OBJECT)
 
@@ -411,7 +417,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     continue_final_message: Annotated[bool | None, msgspec.Meta(
         description="Continue the last message, which begins the answer. The response has only the continuation.")] = None
     add_generation_prompt: Annotated[bool | None, msgspec.Meta(
-        description="Must be false if continue_final_message is true, and true or absent otherwise.")] = None
+        description="Must be false or absent if the request continues the last message, and true or absent otherwise.")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     max_completion_tokens: MaxTokens | None = None
@@ -436,10 +442,13 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         """Returns whether the answer continues the last message. Raises ApiError for conflicting fields."""
         last = self.messages[-1] if isinstance(self.messages, list) and self.messages else None
         marked = isinstance(last, dict) and any(last.get(field) is True for field in CONTINUED)
+        if marked and self.continue_final_message is False:
+            raise ApiError(400, "continue_final_message must be true or absent, because the last message is marked as a prefix",
+                           "continue_final_message")
         continues = self.continue_final_message is True or marked
         if self.add_generation_prompt is continues:      # add_generation_prompt is not None and equals `continues`
             problem = "must be false, because the request continues the last message" if continues else (
-                "must be true, unless continue_final_message is true")
+                "must be true or absent, because the request does not continue the last message")
             raise ApiError(400, f"add_generation_prompt {problem}", "add_generation_prompt")
         return continues
 
@@ -704,7 +713,7 @@ def _problem(message: str, kind: type, where: str) -> str:
     wrong = re.match(r"Invalid (?:enum )?value ('.*')", message)
     if wrong and (values := _allowed_values(kind, where)):
         return f" must be {'one of ' * (len(values) > 1)}{', '.join(values)}; got {wrong[1][:100]}"
-    if "matching regex" in message:      # only ToolName has a pattern
+    if message.startswith("Expected `str` matching regex"):              # only ToolName has a pattern
         return " must have 1 to 128 characters, each a letter, a digit, _, -, . or /"
     problem = re.sub("(?<=xpected )`[^`]*`|(?<=got )`[^`]*`", _json_type_names, message.partition(" - at ")[0]).replace("`", "")
     return f": {problem[:1].lower()}{problem[1:]}"

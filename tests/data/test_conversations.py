@@ -34,8 +34,8 @@ def messages(question: str, answer: str) -> list[dict[str, str]]:
 
 def corpus(folder: Path, lines: list[Any], **options: Any) -> Corpus:
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
-    (folder / "talks.jsonl").write_text(text, encoding="utf-8")
-    return read(folder / "talks.jsonl", folder, **options)
+    (folder / "conversations.jsonl").write_text(text, encoding="utf-8")
+    return read(folder / "conversations.jsonl", folder, **options)
 
 
 def read(path: Path, folder: Path, **options: Any) -> Corpus:
@@ -257,7 +257,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, words: str) -> No
     ({"prompt": "a", "completion": None, "chosen": "b", "rejected": "c"}, "line 2: a pair .* requires tune.objective=dpo"),
 ])
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
-    with pytest.raises(UserError, match=f"talks.jsonl, {words}"):
+    with pytest.raises(UserError, match=f"conversations.jsonl, {words}"):
         corpus(tmp_path, [{"messages": messages(*CONVERSATIONS[0])}, line, {"messages": messages(*CONVERSATIONS[1])}])
 
 

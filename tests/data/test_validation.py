@@ -31,8 +31,8 @@ def chat_corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("talks")
     conversations = [{"messages": [{"role": "user", "content": "hi " * (90 if number == 0 else 3)},
                                    {"role": "assistant", "content": f"answer ü {number}"}]} for number in range(20)]
-    (folder / "talks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in conversations), encoding="utf-8")
-    return prepare(DataConfig(name="chat", path=str(folder / "talks.jsonl"), tokenizer="byte", val_fraction=0.5,
+    (folder / "conversations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in conversations), encoding="utf-8")
+    return prepare(DataConfig(name="chat", path=str(folder / "conversations.jsonl"), tokenizer="byte", val_fraction=0.5,
                               template="world", cache_dir=str(folder / "cache")), 64)
 
 

@@ -269,7 +269,7 @@ def test_rows_join_and_leave_and_each_text_equals_the_text_alone(kernel: str, ar
 
 
 @pytest.mark.parametrize("checks_weights", [True, False])
-def test_new_weights_apply_at_once_or_where_the_engine_checks_them(checks_weights: bool) -> None:
+def test_new_weights_apply_when_the_engine_checks_them(checks_weights: bool) -> None:
     """The old weights remain in memory until then, because the C step has their addresses."""
     model, greedy = small_model(vocab_size=256), Sampling(temperature=0, banned=(0,))
     engine = Engine(model, BYTES, checks_weights=checks_weights)

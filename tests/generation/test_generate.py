@@ -44,7 +44,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (("state=model.ckpt",), "model.ckpt"),
     (("prompts=wrong.jsonl",), "wrong.jsonl, line 2"),
     (("prompts=list.json",), "list.json, line 1"),
-    (("prompts=utf16.txt",), "UTF-16"),
+    (("prompts=utf16.txt",), "UTF-16"), (("prompts=utf16le.txt",), "UTF-16LE"),
     (("prompts=wrong.jsonl", "prompt=a"), "prompts="),
     (("num_samples=2", "save_state=x"), "save_state="),
     (("prompt=a", "out=x", "save_state=./x"), "different files"),
@@ -66,6 +66,7 @@ def test_a_mistake_is_reported_in_one_sentence(run: Run, arguments: tuple[str, .
     for name in ("a.pth", "b.pth"):
         (Path("several") / name).touch()
     Path("utf16.txt").write_text("a", encoding="utf-16")
+    Path("utf16le.txt").write_text("a\nb", encoding="utf-16le")
     Path("wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
     Path("list.json").write_text('[{"prompt": "a"}]')
     has_checkpoint = "checkpoint=" in "".join(arguments) or not arguments

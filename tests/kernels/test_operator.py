@@ -226,7 +226,7 @@ def test_an_option_that_is_missing_or_unknown_is_named(name: str, options: dict[
     (lambda: MatVec("reference")([1.0], pack(W, "int8")), "MatVec: x .* list"),
     (lambda: MatVec("reference")(W, W), "MatVec: W .* Tensor"),
     (lambda: pack([[1.0]], "int8"), "W .* list")])
-def test_an_input_that_is_no_tensor_is_named(call: Callable[[], Any], words: str) -> None:
+def test_the_error_names_an_input_that_is_not_a_tensor(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
 

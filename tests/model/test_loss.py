@@ -142,7 +142,7 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
-def test_the_gradients_of_several_losses_at_once() -> None:
+def test_vmap_computes_the_gradients_of_several_losses() -> None:
     """Under vmap, backward runs once for all losses, and must not use up the saved gradient of the weight."""
     hidden, weight, targets = problem(20)
     leaves = hidden.requires_grad_(), weight.requires_grad_()

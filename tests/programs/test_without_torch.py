@@ -38,7 +38,7 @@ print(json.dumps([run(command) for command in json.loads(sys.argv[1])]))
 """
 TRAIN = "rwkv.programs.train"
 LORA = (TRAIN, "tune=lora")
-CONVERSATIONS = ("data=chat", "data.path=talks.jsonl")
+CONVERSATIONS = ("data=chat", "data.path=conversations.jsonl")
 SWEEP = (TRAIN, "-m", "seed=0,1", "logger=csv")
 MISTAKES = (
     ((TRAIN, "model.n_layer=two"), "model.n_layer"),
@@ -91,7 +91,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], t
     """Returns the exit status and the output of each command, after checking that the commands write no file."""
     folder = tmp_path_factory.mktemp("without")
     (folder / "text.txt").write_text("a text\n" * 100, encoding="utf-8")
-    (folder / "talks.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
+    (folder / "conversations.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
     (folder / "used").mkdir()
     (folder / "used" / "file").write_text("", encoding="utf-8")
     before = sorted(folder.rglob("*"))

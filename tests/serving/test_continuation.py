@@ -187,6 +187,8 @@ def test_a_mark_in_the_last_message_continues_it(server: Running, mark: str) -> 
     assert text(messages=chat("Hel", **{mark: False})) == text(messages=chat("Hel")) != continuation
     refused = {"messages": chat("Hel", **{mark: True}), "add_generation_prompt": True}
     check_error(post(server, "/v1/chat/completions", **refused), "add_generation_prompt")
+    refused = {"messages": chat("Hel", **{mark: True}), "continue_final_message": False}
+    check_error(post(server, "/v1/chat/completions", **refused), "continue_final_message")
 
 
 def test_without_the_field_an_answer_begins(server: Running) -> None:

@@ -147,6 +147,8 @@ def test_vllm_s_constraints(g1_api: "openai.OpenAI") -> None:
             assert_valid(TIME, text)
     both = {"structured_outputs": {"grammar": 'start: "a"'}, "guided_grammar": 'start: "a"'}        # guidance sends both
     assert ask(g1_api, extra_body=both).choices[0].message.content == "a"
+    equal = {"guided_json": json.dumps(TIME), "structured_outputs": {"json": TIME, "disable_fallback": False}}
+    assert_valid(TIME, ask(g1_api, extra_body=equal).choices[0].message.content)
     empty = {"guided_json": "", "guided_regex": "", "guided_choice": [], "guided_grammar": "", "structured_outputs": {}}
     assert ask(g1_api, extra_body=empty).choices == ask(g1_api).choices
     answer = ask(g1_api, extra_body={"structured_outputs": {"json_object": True}}).choices[0].message.content

@@ -241,8 +241,8 @@ def test_a_last_word_that_the_tokenizer_loses_is_not_correct(run: Run, tmp_path:
 def test_answers_that_are_lost_are_counted(run: Run) -> None:
     tokenizer = dropping(set("User: Assistant\nab"))
     small_model(generation="rwkv7", vocab_size=tokenizer.vocab_size).save_pretrained("talker.safetensors", tokenizer)
-    Path("talks.jsonl").write_text(json.dumps({"prompt": "é", "completion": "abéé"}))
-    status, output, _ = run("evaluate", "checkpoint=talker.safetensors", "data.path=talks.jsonl", "device=cpu",
+    Path("conversations.jsonl").write_text(json.dumps({"prompt": "é", "completion": "abéé"}))
+    status, output, _ = run("evaluate", "checkpoint=talker.safetensors", "data.path=conversations.jsonl", "device=cpu",
                             "data.template=world")
     assert (status, json.loads(output)["lost_bytes"]) == (0, 4)
 
@@ -335,7 +335,7 @@ def test_ctrl_c_ends_the_program_without_a_result(tmp_path: Path) -> None:
 def test_answers_are_scored_alone(tmp_path: Path) -> None:
     """Scores of a padded batch in short passes match a pass over each conversation alone."""
     conversations = [("a", "b"), ("a longer question", "and an answer"), ("c", "d")]
-    path = tmp_path / "talks.jsonl"
+    path = tmp_path / "conversations.jsonl"
     path.write_text("\n".join(json.dumps({"prompt": question, "completion": answer}) for question, answer in conversations))
     model, tokenizer = small_model(generation="rwkv7", vocab_size=256), ByteTokenizer()
     expected, count = 0.0, 0
@@ -355,14 +355,14 @@ def test_answers_are_scored_alone(tmp_path: Path) -> None:
 @pytest.mark.programs
 def test_conversations_are_rendered_with_the_checkpoint_s_template(run: Run) -> None:
     conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "c"}]
-    Path("talks.jsonl").write_text(json.dumps({"messages": conversation}))
+    Path("conversations.jsonl").write_text(json.dumps({"messages": conversation}))
     model = small_model(generation="rwkv7", vocab_size=256)
     for name, answer in (("rwkv7-g1k-0.1b.safetensors", " <think>\nc\n</think>\nb\n\n"), ("other.safetensors", " b\n\n")):
         model.save_pretrained(name, ByteTokenizer())
-        status, output, error = run("evaluate", f"checkpoint={name}", "data.path=talks.jsonl", "device=cpu")
+        status, output, error = run("evaluate", f"checkpoint={name}", "data.path=conversations.jsonl", "device=cpu")
         result = json.loads(output)
         assert (status, result["task"], result["tokens"]) == (0, "answers", len(answer) + 1)
         assert error.count("chat template: ") == 1
-    Path("talks.jsonl").write_text('{"prompt": "a"}')
-    one_sentence(run("evaluate", "checkpoint=other.safetensors", "data.path=talks.jsonl", "device=cpu", "data.template=world"),
-                 "talks.jsonl, line 1")
+    Path("conversations.jsonl").write_text('{"prompt": "a"}')
+    one_sentence(run("evaluate", "checkpoint=other.safetensors", "data.path=conversations.jsonl", "device=cpu",
+                     "data.template=world"), "conversations.jsonl, line 1")

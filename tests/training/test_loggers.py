@@ -299,7 +299,7 @@ def test_a_tracker_that_cannot_start_is_a_sentence(method: str, tmp_path: Path) 
 
 
 def test_rows_of_metrics_have_a_header_after_the_file_has_been_moved(tmp_path: Path) -> None:
-    """Without a header, the first row would become the header, and a resumed run would take the file for damaged."""
+    """A resumed run would take the first row for the header, and the file for damaged."""
     file, = loggers.loggers(LoggerConfig(name="csv"), tmp_path, RUN)
     file.log_metrics({"train/loss": 1.0}, 1)
     (tmp_path / "metrics.csv").unlink()

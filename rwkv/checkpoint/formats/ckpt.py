@@ -33,7 +33,7 @@ def parse(path: Path, content: Dictionary) -> Content:
     entry = plain_entry(path, content[ENTRY]) if ENTRY in content else None
     tensors = content.get("state_dict", {}) if "state_dict" in content or entry else weights_in(path, content)
     step = content.get("global_step", 0)
-    if entry is None and not isinstance(step, int):              # another program's
+    if entry is None and not isinstance(step, int):              # another program wrote the file
         step = 0
     if not isinstance(tensors, dict) or not isinstance(step, int):
         raise CheckpointError(f"{path} has a state_dict or a global_step of the wrong type. A newer version of this program "

@@ -50,7 +50,7 @@ OURS = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
 WHOLE, INDICES = hub.WHOLE, hub.INDICES
 HEADS = ("lm_head.weight", "head.weight")
 QUANTISED = "weights quantised by another program"
-AUTHORS_EMBEDDING = re.compile(r"(?!rwkv7\.)(?:.+\.)?emb\.weight")      # "rwkv7.": of transformers' branch
+AUTHORS_EMBEDDING = re.compile(r"(?!rwkv7\.)(?:.+\.)?emb\.weight")      # names in transformers' branch begin with rwkv7.
 FEATURES = {"quantization_config": QUANTISED, "quantization": QUANTISED, "pruned_heads": "pruned heads",
             "final_logit_softcapping": "capped logits", "rope_scaling": "rotary positions"}
 CONSTANTS = {"hidden_act": ("sqrelu", "relu2", "relu_squared", "squared_relu")}          # all of these names mean max(x, 0)^2

@@ -26,7 +26,8 @@ PATH = ("a .parquet, .arrow, .json, .jsonl, .csv or .tsv file (text also as .gz 
         "folder that save_to_disk made, or the name of a dataset on the Hugging Face Hub")
 LOCAL = False
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
-ENDINGS = tuple(f"{suffix}{compression}" for suffix in FORMATS for compression in ("", *COMPRESSED))
+TEXT = (".json", ".jsonl", ".csv", ".tsv")        # these may be compressed
+ENDINGS = (*FORMATS, *(f"{suffix}{compression}" for suffix in TEXT for compression in COMPRESSED))
 STRINGS = ("string", "large_string", "string_view")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ROWS = 256                               # number of rows to read at a time

@@ -102,7 +102,7 @@ def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, 
     """Reads the tokens and splits them. Validation gets the last documents, or the end of a single document.
 
     The validation documents have `val_fraction` of the ids. If a document would have copies in both splits, validation gets
-    as many last documents as have, together with all their copies, `val_fraction` of the ids.
+    the smallest number of last documents that, with all their copies, have `val_fraction` of the ids.
     """
     entries, arrays, hashes = [], [], []
     for file in files:

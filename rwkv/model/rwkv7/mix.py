@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
-from kernels.backends.torch_private import backward_active
 from kernels.wkv7 import WKV7
 from rwkv.config import ModelConfig
 from rwkv.model import fused
@@ -264,7 +263,7 @@ class Carry(NamedTuple):
     v_first: Tensor | None = None        # (B,T,C), None before layer 0
     tokens: Tensor | None = None         # (B,T)
     embedded: Tensor | None = None       # ln0(emb[token]), (B,T,C)
-    has_gradient: bool = True            # False if the block before was computed without gradients
+    has_gradient: bool = True            # False if the block before did not record its input's gradient
 
 
 class Block(nn.Module):
@@ -289,15 +288,16 @@ class Block(nn.Module):
         Each sequence then starts from the initial state, and the returned state is None.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
+        keeps_gradient = torch.is_grad_enabled() or not x.requires_grad
         x = self.ln0(x) if self.first else x
         v_first, tokens, embedded, has_gradient = carry or Carry()
-        if torch.is_grad_enabled() and not has_gradient and (x.grad_fn is not None or (x.requires_grad and backward_active())):
+        if x.requires_grad and torch.is_grad_enabled() and not has_gradient:
             raise ValueError("the gradient of a block's carry (v_first) is lost, because torch.utils.checkpoint computed the "
                              "block before without gradients: pass use_reentrant=False to torch.utils.checkpoint")
         if self.first and tokens is not None:
             embedded = x
         mixed, att_x, wkv, v_first = self.att(self.ln1(x), att_x, wkv, v_first, packing, partial(self.ln1, x))
-        carry = Carry(v_first, tokens, embedded, torch.is_grad_enabled())        # torch.compile of torch 2.11 lacks _replace()
+        carry = Carry(v_first, tokens, embedded, keeps_gradient)         # torch.compile of torch 2.11 lacks _replace()
         x = x + mixed
         deep = () if tokens is None else (carry,)
         mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing, partial(self.ln2, x), *deep)

@@ -212,9 +212,9 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
                  for place, function in callable_tools]
     if tools and (call_start or answer):
         if service.template.call_start is None:
-            raise ApiError(400, "tools conflicts with response_format and grammar, because the format of tool calls is unknown "
-                                f"for the chat template {service.template.name}. Send tool_choice=none",
-                           "tools")
+            field = constraint.field.partition(".")[0] if constraint else "tool_choice"
+            raise ApiError(400, f"tools conflicts with {field}, because the format of tool calls is unknown for the chat "
+                                f"template {service.template.name}. Send tool_choice=none", "tools")
         form = service.template.call_start[0].lstrip(), service.template.call_start[1]
         calls = Grammar.calls(form, functions, f"\n{call_stop(form[0]).lstrip()}", call_start.lstrip())
         if call_start:

@@ -149,8 +149,7 @@ class Checkpoints(Callback):
                            checkpoint: StateDict) -> None:
         """Recomputes whether Lightning's only epoch ended with the last batch, because the run's length may have changed.
 
-        With the saved value, if the user extends a finished run, Lightning would start a second epoch at the beginning of the
-       data.
+        With the saved value, Lightning would begin a finished run that the user extends with a second epoch of the data.
         """
         batches = trainer.max_steps * trainer.accumulate_grad_batches
         if isinstance(trainer.limit_train_batches, int):         # trainer.overfit_batches sets this

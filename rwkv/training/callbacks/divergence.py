@@ -70,6 +70,9 @@ class Divergence(Callback):
 
 
 def _error(quantity: str, step: int, lr: float, trainer: lightning.Trainer) -> Diverged:
-    clip = "a lower optim.grad_clip=" if trainer.gradient_clip_val else "optim.grad_clip=1"
+    remedies = "a lower optim.lr= or a higher optim.warmup_steps="
+    if not getattr(trainer.lightning_module, "optim_in_backward", False):            # which conflicts with clipping
+        clip = "a lower optim.grad_clip=" if trainer.gradient_clip_val else "optim.grad_clip=1"
+        remedies = f"a lower optim.lr=, a higher optim.warmup_steps= or {clip}"
     return Diverged(f"training diverged: {quantity} is not finite at step {step}, where the learning rate is {lr:.3g}. "
-                    f"Start a new run with a lower optim.lr=, a higher optim.warmup_steps= or {clip}")
+                    f"Start a new run with {remedies}")

@@ -67,7 +67,7 @@ class AdamW8bit(torch.optim.Optimizer):
         weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)      # type: ignore[union-attr]
         for moments, chunk in _moments_in_chunks(state, parameter.numel()):
             adamw([weights[chunk]], [gradients[chunk]], [moments["exp_avg"]], [moments["exp_avg_sq"]], [],
-                  [state["step"].clone()],       # torch increments its argument, the same for each chunk
+                  [state["step"].clone()],       # torch increments its argument, and each chunk needs the same step
                   fused=group["fused"], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
                   weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
         state["step"] += 1

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from rwkv.checkpoint.formats._fsdp_folder import REST, SHARDED, Place, name_of, size_and_checksum, write_complete
 from rwkv.checkpoint.location import LAST
 from rwkv.distributed import fail_together, rank
-from rwkv.errors import UserError
+from rwkv.errors import UserError, memory_message
 from rwkv.io.atomic import replace_folder, write_file
 from rwkv.io.json_types import StateDict
 
@@ -143,8 +143,11 @@ def _move_tensors(content: dict[str | int, object], tensors: dict[Place, DTensor
 def write_error(path: Path, error: BaseException) -> UserError:
     """Returns the error for a checkpoint that cannot be written."""
     cause = _root_cause(error)
-    reason = getattr(cause, "strerror", None) or str(error).splitlines()[0]
+    no_memory = memory_message(cause)
+    reason = no_memory or getattr(cause, "strerror", None) or str(error).splitlines()[0]
     remedy = REMEDIES.get(cause.errno or 0, "Fix this error") if isinstance(cause, OSError) else ROOM
+    if no_memory:
+        remedy = "Free memory"
     intact = " Earlier checkpoints are intact." if any(path.parent.glob("*.ckpt")) else ""
     return UserError(f"the checkpoint {path.parent / LAST.name} cannot be written: {reason}.{intact} {remedy}, then continue "
                      f"with resume=auto {quote(f'out_dir={path.parent.parent}')}")

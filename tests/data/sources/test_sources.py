@@ -447,8 +447,8 @@ WRONG_TEXT: dict[str, tuple[bytes | None, tuple[str, ...]]] = {
     "UTF-16": ("a\n".encode("utf-16") * 99, ("byte 0 ", "iconv -f utf-16 ")),
     "UTF-32": ("a\n".encode("utf-32") * 99, ("byte 0 ", "iconv -f utf-32 ")),
     "UTF-32, big endian": ("\ufeffa\n".encode("utf-32-be") * 99, ("byte 2 ", "iconv -f utf-32 ")),
-    **{f"{coding} without a mark": ("a\n".encode(coding) * 99, ("zero", f"iconv -f {coding} "))
-       for coding in ("utf-16le", "utf-16be", "utf-32le", "utf-32be")},
+    **{f"{coding} without a mark, {text!r}": (text.encode(coding) * 99, (f"iconv -f {coding} ",))
+       for coding in ("utf-16le", "utf-16be", "utf-32le", "utf-32be") for text in ("a\n", "a café\n")},
     "gzip": (gzip.compress(b"a\n" * 99), ("byte 1 ", "gzip -dc")),
     "binary": (b"\x7fELF\0" + bytes(range(256)), ("byte 133 ",)),
     "half a character": (("a" * 70_000 + "é").encode()[:-1], ("byte 70000 ",)),

@@ -107,14 +107,15 @@ def test_a_checkpoint_of_a_block_keeps_the_gradient_of_its_carry_or_is_refused()
         output(True).backward()
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("input_requires_grad", [False, True])
-def test_blocks_above_others_without_gradients_are_trained(input_requires_grad: bool) -> None:
+def test_blocks_above_others_without_gradients_are_trained(input_requires_grad: bool, checkpointed: bool) -> None:
     model = small()
     with torch.no_grad():
         x, _, carry = model.blocks[0](model.emb(tokens(model)), None)
     x.requires_grad_(input_requires_grad)
     for block in model.blocks[1:]:
-        x, _, carry = block(x, None, carry)
+        x, _, carry = checkpoint(block, x, None, carry, use_reentrant=False) if checkpointed else block(x, None, carry)
     x.sum().backward()
     assert model.blocks[1].att.key.weight.grad is not None
 

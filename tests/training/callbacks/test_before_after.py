@@ -21,9 +21,9 @@ from rwkv.tokenizer.tokenizers import CharTokenizer
 from rwkv.training.run.options import check_new_run
 from rwkv.training.tuning.guard import __file__ as GUARD
 
-OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
-           "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
-           "trainer.malloc=default", "init_from=base7.safetensors")
+OPTIONS = ("data=chat", "data.path=conversations.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu",
+           "logger=csv", "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4",
+           "trainer.log_every=1", "trainer.malloc=default", "init_from=base7.safetensors")
 CONTINUED = ("train", "logger=csv", "trainer.max_steps=6", "resume=auto", "out_dir=out")
 ENGLISH = Path(GUARD).with_name("english.txt")
 KILLED = "trainer.max_steps=6", "trainer.val_every=3", "trainer.checkpoint_every=3"
@@ -31,10 +31,10 @@ KILLED = "trainer.max_steps=6", "trainer.val_every=3", "trainer.checkpoint_every
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Enters a folder with a model and texts. held_out.jsonl is the first line of talks.jsonl: its validation split."""
+    """Enters a folder with a model and texts. held_out.jsonl is the first line of conversations.jsonl: its validation split."""
     byte_model(tmp_path / "base7.safetensors", n_layer=2, n_embd=64)             # small, because english.txt is read often
     conversations = [json.dumps({"prompt": f"{number} and one?", "completion": str(number + 1)}) for number in range(9)]
-    (tmp_path / "talks.jsonl").write_text("\n".join(conversations))
+    (tmp_path / "conversations.jsonl").write_text("\n".join(conversations))
     (tmp_path / "held_out.jsonl").write_text(conversations[0])
     (tmp_path / "guard.txt").write_text("Some other text.\n" * 9)
     monkeypatch.chdir(tmp_path)

@@ -17,18 +17,18 @@ from rwkv.training.run.length import steps_per_epoch, with_default_length, with_
 
 KINDS = ("text", "chat", "tbptt")
 SMALL = ("model.n_layer=1", "model.n_embd=32", "model.ctx_len=32", "data.tokenizer=byte", "data.batch_size=2", "trainer=cpu",
-         "data=chat", "data.path=talks.jsonl", "data.cache_dir=cache", "logger=csv", "trainer.sample_tokens=0",
+         "data=chat", "data.path=conversations.jsonl", "data.cache_dir=cache", "logger=csv", "trainer.sample_tokens=0",
          "trainer.log_every=1", "trainer.checkpoint_every=3", "trainer.keep_last=9")
 
 
 def write_data(folder: Path) -> None:
     (folder / "text.txt").write_text(TEXT[:1500])
     conversations = [{"prompt": f"{number} and one?", "completion": str(number + 1)} for number in range(20)]
-    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, conversations)))
+    (folder / "conversations.jsonl").write_text("\n".join(map(json.dumps, conversations)))
 
 
 def corpus_of(folder: Path, kind: str, B: int, accumulate: int = 1) -> tuple[TrainConfig, Corpus]:
-    name, path = ("chat", "talks.jsonl") if kind == "chat" else ("text", "text.txt")
+    name, path = ("chat", "conversations.jsonl") if kind == "chat" else ("text", "text.txt")
     data = DataConfig(name=name, path=str(folder / path), tokenizer="byte", batch_size=B, cache_dir=str(folder / "cache"),
                       template="world" if kind == "chat" else None)
     trainer = TrainerConfig(accumulate=accumulate, tbptt=2 if kind == "tbptt" else 0)

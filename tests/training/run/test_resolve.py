@@ -12,15 +12,15 @@ from rwkv.training.run import resolve as steps
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resolve import STEPS, Context, Stage, resolve
 
-CHAT = DataConfig(name="chat", path="talks.jsonl", batch_size=16)
+CHAT = DataConfig(name="chat", path="conversations.jsonl", batch_size=16)
 
 
 @pytest.fixture
 def lora(tmp_path: Path) -> TrainConfig:
     byte_model(tmp_path / "base.safetensors")
-    (tmp_path / "talks.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    (tmp_path / "conversations.jsonl").write_text('{"prompt": "a", "completion": "b"}')
     return TrainConfig(init_from=str(tmp_path / "base.safetensors"), tune=TuneConfig(method="lora"),
-                       data=replace(CHAT, path=str(tmp_path / "talks.jsonl")), model=ModelConfig(ctx_len=64),
+                       data=replace(CHAT, path=str(tmp_path / "conversations.jsonl")), model=ModelConfig(ctx_len=64),
                        trainer=TrainerConfig(accelerator="cpu", max_tokens=1e5), out_dir=str(tmp_path / "run"))
 
 

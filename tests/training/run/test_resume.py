@@ -314,7 +314,7 @@ def test_a_full_disk_stops_the_run_and_keeps_earlier_checkpoints(folder: Path, w
     last = result.error.splitlines()[-1]
     assert last.startswith(f"error: the checkpoint {tmp_path}/checkpoints/last.ckpt cannot be written: ")
     assert "then continue with resume=auto" in result.error
-    assert "Make room" not in last, "the disk is not full"
+    assert "ulimit -f" in last
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
 
 
@@ -417,7 +417,7 @@ class Huge:
         return torch.Tensor, (torch.empty(1 << 56).dim(),)
 
 
-def test_memory_that_is_full_is_no_full_disk(tmp_path: Path) -> None:
+def test_a_lack_of_memory_is_not_called_a_full_disk(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="allocate"):
         VerifiedFiles().save_checkpoint({"weights": Huge()}, tmp_path / "checkpoints" / "next.ckpt")
     assert not list(tmp_path.glob("checkpoints/*"))

@@ -101,7 +101,7 @@ def write_tuning_files(folder: Path) -> None:
     pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     conversations = [{"prompt": f"{n} and one?", "completion": f"{n + 1}"} for n in range(24)]
-    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, conversations)))
+    (folder / "conversations.jsonl").write_text("\n".join(map(json.dumps, conversations)))
 
 
 def train_one_and_two(folder: Path, cases: dict[str, Case]) -> Path:
@@ -282,7 +282,7 @@ def test_options_that_cannot_be_sharded_are_refused() -> None:
 
 
 CONVERSATION = (*COMMON, "data=chat", "optim.lr=1e-3", "tune.guard=null", "model.ctx_len=128")
-CONVERSATIONS, PAIRS = ("data.path=talks.jsonl",), ("data.path=pairs.jsonl", "tune.objective=dpo")
+CONVERSATIONS, PAIRS = ("data.path=conversations.jsonl",), ("data.path=pairs.jsonl", "tune.objective=dpo")
 TUNED = {"lora": (*CONVERSATIONS, "tune=lora", "tune.rank=2"), "state": (*CONVERSATIONS, "tune=state"),
          "dpo": (*PAIRS, "tune=lora", "tune.rank=2"), "dpo-full": (*PAIRS, "optim.lr=1e-4")}
 OPTIMISERS = {"adamw": ("optim.name=adamw",), "normuon": NORMUON}        # states have no weight decay, NORMUON's second option

@@ -258,12 +258,13 @@ def test_the_shorter_of_two_right_answers_is_preferred_to_new_questions(folder: 
     conversations = [{"prompt": question, "completion": answer} for question in questions
                      for answer in (question[0], f"the {question[0]}")]
     pairs = [{"prompt": question, "chosen": question[0], "rejected": f"the {question[0]}"} for question in questions]
-    Path("talks.jsonl").write_text("\n".join(map(json.dumps, conversations)))
+    Path("conversations.jsonl").write_text("\n".join(map(json.dumps, conversations)))
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     common = ("data=chat", "data.cache_dir=cache", "trainer=cpu", "logger=csv", "model.ctx_len=128", "trainer.sample_tokens=0",
               "trainer.sample_every=0", "trainer.malloc=default")
-    status, _, error = run("train", *common, "model=rwkv7_tiny", "model.n_layer=2", "model.n_embd=64", "data.path=talks.jsonl",
-                           "data.tokenizer=byte", "optim.lr=3e-3", "trainer.max_steps=200", "out_dir=base")
+    status, _, error = run("train", *common, "model=rwkv7_tiny", "model.n_layer=2", "model.n_embd=64",
+                           "data.path=conversations.jsonl", "data.tokenizer=byte",
+                           "optim.lr=3e-3", "trainer.max_steps=200", "out_dir=base")
     assert status == 0, error
     rate = {"full": "3e-4", "lora": "2e-4", "state": "0.3"}[method]
     status, _, error = run("train", *common, "init_from=base", "data.path=pairs.jsonl", f"tune={method}", "tune.objective=dpo",

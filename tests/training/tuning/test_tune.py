@@ -24,19 +24,19 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools.convert import convert
 from rwkv.training.memory.estimate import estimate
 
-OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
-           "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
-           "trainer.malloc=default", "tune.guard=null")
+OPTIONS = ("data=chat", "data.path=conversations.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu",
+           "logger=csv", "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4",
+           "trainer.log_every=1", "trainer.malloc=default", "tune.guard=null")
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with base7.safetensors, base4.safetensors and talks.jsonl."""
+    """Returns a folder with base7.safetensors, base4.safetensors and conversations.jsonl."""
     folder = tmp_path_factory.mktemp("files")
     for name in ("rwkv4", "rwkv7"):
         byte_model(folder / f"base{name[-1]}.safetensors", name)
     conversations = [{"prompt": f"{number} and one?", "completion": str(number + 1)} for number in range(12)]
-    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, conversations)))
+    (folder / "conversations.jsonl").write_text("\n".join(map(json.dumps, conversations)))
     return folder
 
 
