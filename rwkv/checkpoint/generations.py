@@ -139,7 +139,7 @@ def _explain_unrecognised(path: Path, tensors: Mapping[str, Stored]) -> str:
 
 
 def _describe_shard(path: Path) -> str:
-    return f"{path} is one shard of a Hugging Face directory: pass the directory, with its config.json and index"
+    return f"{path} is one shard of a Hugging Face directory: pass the directory with all shards and their index"
 
 
 def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], ctx_len: int) -> tuple[ModelConfig, int]:

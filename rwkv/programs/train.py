@@ -7,7 +7,7 @@
   python train.py data=jsonl data.path="corpus/*.jsonl.gz" plan=true
   python train.py model=169m trainer.max_tokens=1e9 plan=true
   python train.py init_from=FILE data=text data.path=FILE             fine-tune
-  python train.py init_from=FILE data=chat data.path=CONVERSATIONS.jsonl tune=lora
+  python train.py init_from=FILE data=chat data.path=CHATS.jsonl tune=lora
   python train.py resume=auto                         resume the latest run
   python train.py -m kernel=conv1d,taichi_v3 seed=0,1         four runs
   python train.py -m optim.lr=1e-3,3e-3 sweep.jobs=2          two at a time
