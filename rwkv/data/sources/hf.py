@@ -158,8 +158,9 @@ def local_files(path: str) -> list[tuple[str, Path]]:
 
 
 def _suffix(path: Path) -> str:
-    """Returns the suffix of the format, without the suffix of a compression: .jsonl for a.jsonl.gz."""
-    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
+    """Returns the suffix of the format: .jsonl for a.jsonl.gz, but .gz for a file whose format may not be compressed."""
+    inner = path.with_suffix("").suffix
+    return inner if path.suffix in COMPRESSED and inner in TEXT else path.suffix
 
 
 def _is_saved(path: str) -> bool:

@@ -345,8 +345,8 @@ def test_a_path_that_the_library_cannot_find_is_named(datasets: ModuleType, conf
     assert sorted(document for split in texts(of_kind(config, "hf", Path("rows.json"))) for document in split) == sorted(WORDS)
     refuses(of_kind(config, "hf", folder), "must not contain")
     refuses(of_kind(config, "hf", Path("rows.json"), field="words"), "no string column 'words' (its type is ", "text")
-    Path("rows.csv.gz").write_bytes(gzip.compress(b"text\n"))
-    for path in ("rows.csv.gz", "*.gz"):
+    Path("rows.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
+    for path in ("rows.parquet.gz", "*.gz"):
         refuses(of_kind(config, "hf", Path(path)), path, "a .parquet, .arrow")
     for name in ("pointer.parquet", "pointer.json"):
         Path(name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 381\n")
