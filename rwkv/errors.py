@@ -3,7 +3,7 @@
 import errno
 import re
 
-UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)       # errors of a write
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)       # a file cannot be written
 
 
 class UserError(ValueError):

@@ -46,12 +46,12 @@ def exit_on_user_error() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except (MemoryError, RuntimeError) as error:
-        message = compile_message(error)
-        if message is None and (message := memory_message(error)):
-            message += ". Use a smaller model, a smaller batch or another dtype"
-        if message is None:
+        if message := compile_message(error):
+            print(f"error: {message}", file=sys.stderr)
+        elif message := memory_message(error):
+            print(f"error: {message}. Use a smaller model, a smaller batch or another dtype", file=sys.stderr)
+        else:
             raise
-        print(f"error: {message}", file=sys.stderr)
         sys.exit(USER_ERROR)
     except OSError as error:             # such as a full disk, or a folder without write permission
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -334,7 +334,7 @@ class Engine:
 
     def _decode_from(self, state: State) -> None:
         self._weights = WeightsWatch(self._model)
-        # The decoder may have the weights' addresses, which stay valid although a parameter gets other data
+        # The decoder may hold the weights' addresses, which must stay valid even if a parameter gets other data
         self._storages = [tensor.untyped_storage() for tensor in tensors_of(self._model) if type(tensor) in PLAIN]
         self._decoder = decoder_of(self._model, state)
         self._short_prompt_decoder = self._decoder if isinstance(self._decoder, CDecoder | GpuDecoder) else None

@@ -54,7 +54,7 @@ def decode(content: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         place = error.start + len(content) - len(error.object)       # error.object has no byte order mark
         raise UserError(not_utf8_message(name, place, content[place], content, error.reason == TRUNCATED)) from None
-    _require_no_coding_of_two_or_four_bytes(content, name)
+    _require_no_utf16_or_utf32(content, name)
     return text
 
 
@@ -92,7 +92,7 @@ def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = 
                                 f"starting at byte {before + data.find(HOLE)}. Copy or download the file again, or convert the "
                                 "file to UTF-8 text")
             if not before:
-                _require_no_coding_of_two_or_four_bytes(beginning, f"{option}={path}")
+                _require_no_utf16_or_utf32(beginning, f"{option}={path}")
             if text:
                 yield text
             rest = data[used:]
@@ -171,7 +171,7 @@ def not_utf8_message(name: str, place: int, value: int, content: bytes, truncate
     return f"{name} is not UTF-8: byte {place} is {value:#04x}. {cut_off}{_advice(content[:BEGINNING])}"
 
 
-def _require_no_coding_of_two_or_four_bytes(beginning: bytes, name: str) -> None:
+def _require_no_utf16_or_utf32(beginning: bytes, name: str) -> None:
     """Raises UserError for a text in UTF-16 or UTF-32 without a byte order mark. Its zero bytes are valid UTF-8."""
     if coding := _coding_without_mark(beginning):
         raise UserError(f"{name} is not text in UTF-8: many bytes are zero. {_conversion(coding)}")

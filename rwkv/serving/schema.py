@@ -142,6 +142,11 @@ class Constraint(NamedTuple):
     kind: str
     value: Any
 
+    @property
+    def option(self) -> str:
+        """The request's own field: response_format for response_format.schema."""
+        return self.field.partition(".")[0]
+
     def grammar(self) -> Grammar:
         """Returns the grammar. Raises UserError or ApiError for an invalid value."""
         constructors: dict[str, Callable[[Any, str], Grammar]] = {
@@ -252,7 +257,7 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
             if first is None:
                 first = constraint
             elif constraint[1:] != first[1:]:            # guidance sends equal structured_outputs and guided_grammar
-                field, other = (each.field.partition(".")[0] for each in (first, constraint))
+                field, other = first.option, constraint.option
                 if field == other:
                     field, other = first.field, constraint.field
                 raise ApiError(400, f"{field} conflicts with {other}: send only one of the two", field)

@@ -204,15 +204,14 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
     constraint = body.constraint()
     answer = constraint.grammar() if constraint else None
     if constraint and in_text and constraint.kind == "json":
-        field = constraint.field.partition(".")[0]
-        raise ApiError(400, f"{field} conflicts with continuing the last message, because JSON cannot begin inside a text",
-                       field)
+        raise ApiError(400, f"{constraint.option} conflicts with continuing the last message, because JSON cannot begin inside "
+                            "a text", constraint.option)
     callable_tools = body.callable_tools() if tools else []
     functions = [(function.name, function.parameters or {}, f"tools[{place}].function.parameters")
                  for place, function in callable_tools]
     if tools and (call_start or answer):
         if service.template.call_start is None:
-            field = constraint.field.partition(".")[0] if constraint else "tool_choice"
+            field = constraint.option if constraint else "tool_choice"
             raise ApiError(400, f"tools conflicts with {field}, because the format of tool calls is unknown for the chat "
                                 f"template {service.template.name}. Send tool_choice=none", "tools")
         form = service.template.call_start[0].lstrip(), service.template.call_start[1]

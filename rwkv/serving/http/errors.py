@@ -16,7 +16,8 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 STATE_GONE = "state_not_found"           # the error code for an unknown, deleted, evicted or lost state
 RETRY_AFTER = 1                          # seconds
 SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
-CHECKED_LATER = ("messages", "tools", "response_format", "format", "grammar", "structured_outputs", "guided_")   # by UserErrors
+# Fields whose content is checked after decoding, by functions that raise UserError
+CHECKED_LATER = ("messages", "tools", "response_format", "format", "grammar", "structured_outputs", "guided_")
 PLACE = re.compile(r"[a-z_]\w*(?:\[\d+\]|\.\w+)*")       # messages[1].content
 
 

@@ -145,9 +145,9 @@ def write_error(path: Path, error: BaseException) -> UserError:
     cause = _root_cause(error)
     no_memory = memory_message(cause)
     reason = no_memory or getattr(cause, "strerror", None) or str(error).splitlines()[0]
-    remedy = REMEDIES.get(cause.errno or 0, "Fix this error") if isinstance(cause, OSError) else ROOM
-    if no_memory:
-        remedy = "Free memory"
+    remedy = "Free memory" if no_memory else ROOM
+    if isinstance(cause, OSError):
+        remedy = REMEDIES.get(cause.errno or 0, "Fix this error")
     intact = " Earlier checkpoints are intact." if any(path.parent.glob("*.ckpt")) else ""
     return UserError(f"the checkpoint {path.parent / LAST.name} cannot be written: {reason}.{intact} {remedy}, then continue "
                      f"with resume=auto {quote(f'out_dir={path.parent.parent}')}")
