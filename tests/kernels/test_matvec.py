@@ -246,6 +246,23 @@ def test_int8_by_input_has_the_bits_of_int8_by_output(rows: int, level: str, mon
 
 
 @in_c
+@each_level
+@pytest.mark.parametrize("non_negative", [False, True])
+def test_many_rows_of_int8_have_the_bits_of_single_rows(non_negative: bool, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX, products of many rows use tiles: the sizes have incomplete tiles, groups of outputs and pieces of inputs."""
+    monkeypatch.setattr(native, "level", lambda: level)
+    matvec = MatVec("c_v0")
+    for N, K, sizes in ((7, 64, (32, 33)), (130, 1000, (32, 47, 65)), (64, 9005, (95,)), (72, 72, (513,)), (20, 40, (40,))):
+        packed = Int8.of(torch.randn(N, K), 8, non_negative)
+        x = torch.randint(0 if non_negative else -127, 128, (max(sizes), K)).float()
+        alone = torch.cat([matvec(row.unsqueeze(0), packed) for row in x])
+        for rows in sizes:
+            assert torch.equal(matvec(x[:rows], packed), alone[:rows]), (N, K, rows)
+            if non_negative and K % 8 == 0:
+                assert torch.equal(matvec(x[:rows], packed.stored_by_input()), alone[:rows]), (N, K, rows)
+
+
+@in_c
 def test_bfloat16_products_of_float32_rows_have_the_same_bits_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes have incomplete tiles, panels and pieces of K. The bits of a row do not depend on the other rows."""
     for R, N, K in ((c_v0.MANY_ROWS, 7, 13), (200, 33, 300), (77, 150, 768), (70, 64, 2050), (c_v0.TILED_ROWS + 5, 20, 70),

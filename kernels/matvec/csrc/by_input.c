@@ -60,28 +60,6 @@ static void find_nonzero_quads(const struct product *p, int64_t N, int64_t first
     nonzero->quads = n / QUAD;
 }
 
-// Interleave a and b within each 128 bits: 8 bytes or 4 pairs of bytes of each, beginning with number `first`.
-#define LANE_BYTES(i, n) i, n + i, i + 1, n + i + 1, i + 2, n + i + 2, i + 3, n + i + 3, \
-                         i + 4, n + i + 4, i + 5, n + i + 5, i + 6, n + i + 6, i + 7, n + i + 7
-#define LANE_PAIRS(i, n) i, n + i, i + 1, n + i + 1, i + 2, n + i + 2, i + 3, n + i + 3
-#ifdef __AVX512F__
-#define ZIP_BYTES(a, b, first) __builtin_shufflevector( \
-    a, b, LANE_BYTES(first, 64), LANE_BYTES(16 + first, 64), LANE_BYTES(32 + first, 64), LANE_BYTES(48 + first, 64))
-#define ZIP_PAIRS(a, b, first) (bytes)__builtin_shufflevector( \
-    (pairs)a, (pairs)b, LANE_PAIRS(first, 32), LANE_PAIRS(8 + first, 32), LANE_PAIRS(16 + first, 32), LANE_PAIRS(24 + first, 32))
-#else
-#define ZIP_BYTES(a, b, first) __builtin_shufflevector(a, b, LANE_BYTES(first, 32), LANE_BYTES(16 + first, 32))
-#define ZIP_PAIRS(a, b, first) (bytes)__builtin_shufflevector((pairs)a, (pairs)b, LANE_PAIRS(first, 16), LANE_PAIRS(8 + first, 16))
-#endif
-
-// Interleaves a group's weights of four inputs: lane 4 l + i of quads[v] contains those of output 16 l + 4 v + i.
-INLINE void interleave(const bytes *w, bytes *quads) {
-    bytes low_01 = ZIP_BYTES(w[0], w[1], 0), high_01 = ZIP_BYTES(w[0], w[1], 8);
-    bytes low_23 = ZIP_BYTES(w[2], w[3], 0), high_23 = ZIP_BYTES(w[2], w[3], 8);
-    quads[0] = ZIP_PAIRS(low_01, low_23, 0), quads[1] = ZIP_PAIRS(low_01, low_23, 4);
-    quads[2] = ZIP_PAIRS(high_01, high_23, 0), quads[3] = ZIP_PAIRS(high_01, high_23, 4);
-}
-
 typedef bytes quad_weights[GROUP_VECTORS];
 
 // Loads and interleaves the weights of quads of inputs for a group of `width` outputs. w: the weights of the first output.
@@ -189,6 +167,10 @@ static void many_rows(const struct product *p, int64_t N, int64_t first, int64_t
 
 void matmul_int8_by_input(const struct product *p, int64_t N, int64_t begin, int64_t end) {
     int is_few = p->R <= FEW_ROWS;
+    if (!is_few && can_use_amx(p)) {
+        matmul_amx(p, N, begin, end);
+        return;
+    }
     int64_t outputs = is_few ? SPARSE_TILE : MANY_OUTPUTS, most_rows = is_few ? FEW_ROWS : MANY_ROWS;
     for (int64_t n = begin; n < end; n += outputs)
         for (int64_t first = 0; first < p->R; first += most_rows)

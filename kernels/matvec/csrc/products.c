@@ -286,6 +286,10 @@ MATMUL(signed_int8, W_INT8, BLOCK, 1, 1)
 MATMUL(int4, W_INT4, BLOCK / 2, 0, 0)   // x_bytes 0: dividing K into pieces would be slower
 
 void matmul(const struct product *p, int64_t begin, int64_t end) {
+    if (can_use_amx(p)) {
+        matmul_amx(p, 0, begin, end);
+        return;
+    }
     switch (p->kind) {
     case W_FLOAT32: matmul_float32(p, begin, end); break;
     case W_BFLOAT16: matmul_bfloat16(p, begin, end); break;
@@ -462,17 +466,6 @@ void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t en
 // of neighbouring inputs of WIDE outputs, is transposed in registers, so that a vector has the weights of one pair for all outputs.
 // The rows of x are rounded once for IN_ORDER_TILES tiles of W, IN_ORDER_INPUTS inputs at a time.
 enum { PAIRS = WIDE, PREFETCH_BLOCKS = 4, IN_ORDER_INPUTS = 512, IN_ORDER_TILES = 16 };
-
-// Transposes a WIDE x WIDE matrix.
-INLINE void transpose_wide(wide_ints *rows) {
-    UNROLL for (int step = 1; step < WIDE; step *= 2)
-        UNROLL for (int i = 0; i < WIDE; i++)
-            if (!(i & step)) {
-                wide_ints a = rows[i], b = rows[i + step];
-                rows[i] = every(step, 0, a, b);
-                rows[i + step] = every(step, 1, a, b);
-            }
-}
 
 INLINE void load_inputs(int rounds, const float *x, int64_t n, float *inputs) {
     for (int64_t k = 0; k < n; k += 8) {

@@ -46,6 +46,7 @@ struct product {
 #define matmul_blocks WITH_LEVEL(matmul_blocks, LEVEL)
 #define unpack_blocks WITH_LEVEL(unpack_blocks, LEVEL)
 #define matmul_in_order WITH_LEVEL(matmul_in_order, LEVEL)
+#define matmul_amx WITH_LEVEL(matmul_amx, LEVEL)
 #define prepare_input WITH_LEVEL(prepare_input, LEVEL)
 
 INLINE int rounds_input(enum kind kind) { return kind >= WX_BFLOAT16; }
@@ -69,6 +70,19 @@ void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t en
 // Bit-identical to matmul, for an int8 W stored by input, (K,N), and nonnegative inputs (offset 0). With up to 16 rows, skips
 // weights whose inputs are zero in every row (by_input.c). K is a multiple of 8.
 void matmul_int8_by_input(const struct product *p, int64_t N, int64_t begin, int64_t end);
+
+// int8 products with AMX. can_use_amx: whether the CPU has AMX and the product has enough rows. N: 0 if W is stored by output,
+// otherwise W is stored by input, (K,N).
+#if defined __AVX512BF16__ && defined __linux__
+int timemix_has_amx(void);
+INLINE int can_use_amx(const struct product *p) {
+    enum { AMX_ROWS = 32, AMX_INPUTS = 64 };
+    return p->kind == W_INT8 && p->R >= AMX_ROWS && p->K >= AMX_INPUTS && timemix_has_amx();
+}
+#else
+INLINE int can_use_amx(const struct product *p) { return (void)p, 0; }
+#endif
+void matmul_amx(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
 // Bit-identical to matmul_sparse, for a bfloat16 W stored by output, (N,K); reads all of W. K is a multiple of 8.
 void matmul_in_order(const struct product *p, int64_t begin, int64_t end);

@@ -36,6 +36,27 @@ EXPORTED int timemix_levels(void) {
     return levels | 4 | (more & AVX512_BF16 ? 8 : 0);
 }
 
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25, TILE_STATE = 3 << 17, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+
+static int request_amx(void) {
+    uint32_t a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !has_all(d, AMX_TILE | AMX_INT8)) return 0;
+    return has_all(read_xcr0(), TILE_STATE) && !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+}
+
+// Returns 1 if this process may use AMX's int8 products, which Linux permits on request. Source: Linux, Documentation/arch/x86/xstate.
+EXPORTED int timemix_has_amx(void) {
+    static int has_amx = -1;
+    int known = __atomic_load_n(&has_amx, __ATOMIC_RELAXED);
+    if (known < 0) __atomic_store_n(&has_amx, known = request_amx(), __ATOMIC_RELAXED);
+    return known;
+}
+#endif
+
 #else
 
 // Returns a bit mask of the supported levels. Bit 0: NEON, on every 64-bit ARM CPU; 1: also int8 dot products, on every ARM Mac.
