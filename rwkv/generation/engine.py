@@ -128,7 +128,7 @@ def require_model(value: object) -> None:
 
 
 def warn_of_other_tokenizer(model: Model, tokenizer: Tokenizer) -> None:
-    """Warns the caller's caller if the model has many more tokens than the tokenizer, and so had another tokenizer."""
+    """Warns the caller's caller if the model has many more tokens than the tokenizer, a sign of a different tokenizer."""
     if tokenizer.vocab_size + MAX_UNUSED_ROWS < model.vocab_size:
         warnings.warn(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model has {model.vocab_size}: use the "
                       "tokenizer that the model was trained with, because another one's ids have other meanings", stacklevel=3)

@@ -2,7 +2,7 @@
 
 Every option for a checkpoint, state, adapter, tokenizer or template accepts these names:
 
-    ORG/REPO                 a repository with config.json or adapter_config.json, or with only one weights file
+    ORG/REPO                 a repository with config.json, adapter_config.json or an index of shards, or with one weights file
     ORG/REPO/PATH            a file or a directory inside the repository
     ORG/REPO:Q4_K_M          the GGUF file with this quantisation
     NAME@REVISION            a branch, a tag or a commit; main by default
@@ -254,13 +254,13 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
         return chosen, _parts_of(chosen, files)
     direct = [file for file in inside if "/" not in file.removeprefix(prefix)]
     weights = next((prefix + file for file in DIRECTORY_WEIGHTS if prefix + file in files), None)
-    if weights and any(prefix + mark in files for mark in MARKS):
+    if weights and prefix.rstrip("/") in _model_folders(direct):
         return name.path, [*_files_beside(files, prefix), weights]
     single = _without_later_parts(file for file in direct if has_weights(file))
     if len(single) == 1:
         return single[0], _parts_of(single[0], files)
-    folders = [file.rpartition("/")[0] for file in inside if file.rpartition("/")[2] in MARKS]
-    _raise_ambiguous(name, [*single, *folders] or _without_later_parts(file for file in inside if has_weights(file)), noun)
+    models = [*single, *_model_folders(inside)]
+    _raise_ambiguous(name, models or _without_later_parts(file for file in inside if has_weights(file)), noun)
 
 
 def has_weights(file: str, suffixes: tuple[str, ...] = WEIGHTS) -> bool:
@@ -285,9 +285,14 @@ def is_directory(file: str, beside: Collection[str]) -> bool:
 
 def model_paths(contents: Contents) -> list[str]:
     """Returns the paths in a repository that can be read as a model or adapter; "" is the repository itself."""
-    folders = [file.rpartition("/")[0] for file in contents.files if file.rpartition("/")[2] in MARKS]
+    folders = _model_folders(contents.files)
     files = [file for file in contents.files if has_weights(file) and file.rpartition("/")[0] not in folders]
     return sorted([*folders, *_without_later_parts(files)])
+
+
+def _model_folders(files: Iterable[str]) -> list[str]:
+    """Returns the folders with a configuration or an index of shards; "" is the repository itself."""
+    return [*dict.fromkeys(file.rpartition("/")[0] for file in files if file.rpartition("/")[2] in (*MARKS, *INDICES))]
 
 
 def _files_beside(files: Iterable[str], prefix: str) -> list[str]:

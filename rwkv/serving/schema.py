@@ -55,10 +55,9 @@ OFF: dict[str, tuple[object, ...]] = {
     "dry_multiplier": (0,), "dynatemp_range": (0,), "smoothing_factor": (0,)}
 # This server does not have these options either. The listed values have no effect.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "min_tokens": (0,), "ignore_eos": (False,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
-    "length_penalty": (1,), "early_stopping": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
-    "safe_prompt": (False,)}
+    "stop_token_ids": ([],), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "safe_prompt": (False,)}
 CONSTRAINTS = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}  # vLLM's names, with Constraint's kinds
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 ANY_OBJECT: JsonObject = {"type": "object"}
@@ -190,6 +189,8 @@ class SharedFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     stop: str | list[str] | None = None
     seed: Seed | None = None
     random_seed: Seed | None = None      # Mistral's name of seed
+    ignore_eos: bool | None = None       # llama.cpp and vLLM: never end before max_tokens; stop strings still end the text
+    min_tokens: NewTokens | None = None  # vLLM; supported together with ignore_eos, as programs that measure speed send it
     state: StateId | None = None         # the state that the prompt continues
     save_state: bool | None = None       # save each sequence's final state
     user: Ignored = None
@@ -297,6 +298,8 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         Raises UserError for ids outside the vocabulary. Raises ApiError for an option that this server lacks, unless the value
         turns the option off.
         """
+        if self.min_tokens and not self.ignore_eos:
+            raise ApiError(400, "min_tokens requires ignore_eos=true on this server", "min_tokens")
         for options, lacks in ((OFF, "sampler"), (self.neutral, "option")):
             require_off({name: getattr(self, name) for name in options}, options, lacks)
         if self.repeat_penalty is not None and self.repetition_penalty not in (None, self.repeat_penalty):
@@ -312,6 +315,8 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
                 value = 0.0 if item.metadata["or_zero"] else item.metadata["least"]
             overrides[item.name] = value
         sampling = replace(default, **overrides)
+        if self.ignore_eos:
+            sampling = replace(sampling, banned=(*sampling.banned, *tokenizer.ends))
         sampling.check_ids(tokenizer.vocab_size)
         # no_penalty is encoded here, because other sequences would wait if the engine encoded it
         return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))

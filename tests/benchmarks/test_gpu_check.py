@@ -36,6 +36,7 @@ with (Path(sys.argv[1]) / "results.jsonl").open("a") as file:
 """
 
 
+@pytest.mark.programs
 def test_a_part_that_is_stopped_keeps_its_rows_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                      capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu_check, "LEAST_S", 2.0)

@@ -26,6 +26,7 @@ from rwkv.pretrained import RWKV, open_checkpoint, resolve_dtype
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import convert
 
+pytestmark = pytest.mark.thorough
 NARROW = {"n_embd": 64, "n_ffn": 96, "n_layer": 2}       # rows that are not multiples of 256
 WIDE = {"n_embd": 256, "n_ffn": 512, "n_layer": 2}
 KEY = "blocks.1.ffn.key.weight"

@@ -29,6 +29,7 @@ from rwkv.programs.adapters import read_adapters
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import convert
 
+pytestmark = pytest.mark.thorough
 R = 2                                    # the rank
 C = SIZES["rwkv7"]["n_embd"]
 Weights = dict[str, Tensor]

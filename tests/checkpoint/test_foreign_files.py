@@ -30,6 +30,7 @@ from rwkv.checkpoint.formats import safetensors
 from rwkv.errors import CheckpointError
 from rwkv.pretrained import RWKV
 
+pytestmark = pytest.mark.thorough
 gguf = pytest.importorskip("gguf")
 ONNX = b"\x08\x08\x12\x07pytorch\x1a\x062.13.0:\xb0\x01" + bytes(99)
 Weights = dict[str, Tensor]

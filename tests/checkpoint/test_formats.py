@@ -35,6 +35,7 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, WorldTokenizer
 from rwkv.tools import convert
 
+pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parent.parent.parent
 
 

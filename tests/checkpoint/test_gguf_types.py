@@ -17,6 +17,7 @@ from rwkv.errors import CheckpointError
 from rwkv.model.rwkv7 import UNUSED
 from rwkv.pretrained import RWKV, requantisation_lines
 
+pytestmark = pytest.mark.thorough
 WRITTEN = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 WIDTH = 256                              # the elements of a k-quant's block
 

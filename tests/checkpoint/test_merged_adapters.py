@@ -18,6 +18,7 @@ from rwkv.model.decoding.c_step import is_plain
 from rwkv.pretrained import RWKV, adapter_rounding_lines
 from rwkv.tools import convert
 
+pytestmark = pytest.mark.thorough
 SCALE = 4.0                              # alpha / rank of write_run
 NAMES = [f"blocks.{layer}.{module}.weight" for layer in range(3) for module in ("att.key", "ffn.value")]
 BASES = ("float32", "float16", "bfloat16", "q8_0")

@@ -15,6 +15,7 @@ from rwkv.config import GenerateConfig, KernelConfig
 from rwkv.errors import UserError
 from rwkv.pretrained import OpenCheckpoint, open_checkpoint
 
+pytestmark = pytest.mark.thorough
 WIDE = {"n_embd": 256, "n_ffn": 512, "n_layer": 2}
 
 

@@ -33,6 +33,7 @@ from rwkv.model.weights_watch import WeightsWatch
 from rwkv.pretrained import RWKV, open_checkpoint, requantisation_lines, resolve_dtype
 from rwkv.tools import convert
 
+pytestmark = pytest.mark.thorough
 WIDTHS = {"n_embd": 64, "n_ffn": 96}
 WIDE = {"n_embd": 256, "n_ffn": 512, "n_layer": 2}       # whole blocks of int4
 KEY = "blocks.0.ffn.key.weight"

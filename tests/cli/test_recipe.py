@@ -13,6 +13,7 @@ from rwkv.config import TrainConfig
 from rwkv.errors import UserError
 from rwkv.training.run.directory import as_plain
 
+pytestmark = pytest.mark.thorough
 BOM = "\ufeff"
 
 

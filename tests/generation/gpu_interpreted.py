@@ -151,7 +151,7 @@ def test_a_row_has_the_same_bits_in_every_bucket(generation: str) -> None:
 @pytest.mark.usefixtures("sums_in_order")
 @rwkv4_in_soak
 def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation: str) -> None:
-    """Prompts of one token or several follow empty states or others. A text that is being generated stays as it is."""
+    """The prompts have one or more tokens and follow empty and other states. A running sequence is not changed."""
     model = model_of(generation)
     ids = tokens(model, B=4, T=9)
     running = GpuDecoder(model, model.empty_state(1))

@@ -27,6 +27,7 @@ from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
+pytestmark = pytest.mark.thorough
 BYTES = ByteTokenizer()
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 PASS_COST = proposal_cost.pass_cost      # which cheap_passes replaces

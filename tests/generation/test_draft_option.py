@@ -16,6 +16,7 @@ from rwkv.generation.draft import NGram
 from rwkv.generation.row import Row
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
+pytestmark = pytest.mark.thorough
 BYTES = ByteTokenizer()
 ARGUMENTS = ("checkpoint=model.pth", "tokenizer=byte", "kernel=reference", "prompt=a", "max_new_tokens=60", "temperature=0")
 CIRCLE = [*b"abcdefghijklmna"]

@@ -18,6 +18,8 @@ REPOSITORIES = {
                   "README.md", "logo.png", "onnx/model.onnx", "additional_chat_templates/tool_use.jinja"],
     "org/parts": ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
                   "model-00002-of-00002.safetensors", "consolidated.safetensors"],
+    "org/shards": ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin",
+                   "vocab.txt"],
     "org/gguf": ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "m.f16.gguf", "m-IQ4_XS.gguf", "config.json"],
     "org/gguf-parts": ["Q8_0/m-Q8_0-00001-of-00002.gguf", "Q8_0/m-Q8_0-00002-of-00002.gguf"],
     "org/two": ["rwkv7-1.5b_Q4_0.gguf", "rwkv7-2.9b_q4_0.gguf"],
@@ -79,6 +81,7 @@ def test_an_existing_path_stays_a_path(tmp_path: Path, monkeypatch: pytest.Monke
     ("org/whole", "", {"config.json", "generation_config.json", "tokenizer.json", "README.md", "model.safetensors",
                        "additional_chat_templates/tool_use.jinja"}),
     ("org/parts", "", {"config.json", "model.safetensors.index.json"}),
+    ("org/shards", "", {"pytorch_model.bin.index.json", "vocab.txt"}),
     ("org/gguf:q4_k_m", "m-Q4_K_M.gguf", {"m-Q4_K_M.gguf"}),
     ("org/gguf:IQ4_XS", "m-IQ4_XS.gguf", {"m-IQ4_XS.gguf"}),
     ("org/gguf:F16", "m.f16.gguf", {"m.f16.gguf"}),
@@ -117,6 +120,7 @@ def test_an_error_about_a_missing_file_lists_the_repository_s_files(text: str, m
 def test_a_repository_offers_its_directories_and_files() -> None:
     assert model_paths(contents("org/releases")) == ["rwkv7-a", "rwkv7-b"]
     assert model_paths(contents("org/whole")) == [""]
+    assert model_paths(contents("org/parts")) == model_paths(contents("org/shards")) == [""]
     assert model_paths(contents("org/gguf-parts")) == ["Q8_0/m-Q8_0-00001-of-00002.gguf"]
 
 
@@ -151,6 +155,7 @@ def error_of(name: str, home: Path, endpoint: str, **variables: str) -> str:
     return process.stdout.strip()
 
 
+@pytest.mark.programs
 def test_a_file_and_directories_are_downloaded_once_and_then_cached(server: HubServer, tmp_path: Path) -> None:
     server.requests.clear()
     names = ("org/files/old/rwkv7-g1a-0.1b.pth", "org/whole", "org/parts", "org/gguf-parts:Q8_0", "hf://org/one@main")
@@ -176,6 +181,7 @@ def test_a_file_and_directories_are_downloaded_once_and_then_cached(server: HubS
     assert f"hub: {names[1]}: from the cache, because HF_HUB_OFFLINE is set: {paths[1]}" in error.splitlines()
 
 
+@pytest.mark.programs
 def test_a_pinned_name_does_not_follow_the_branch(server: HubServer, tmp_path: Path) -> None:
     first, (pinned,), _ = fetch(server, tmp_path, "org/tagged/model.pth@v1")
     repository = server.repositories["org/tagged"]
@@ -185,6 +191,7 @@ def test_a_pinned_name_does_not_follow_the_branch(server: HubServer, tmp_path: P
     assert ([old], new.read_bytes()) == (first, b"changed")
 
 
+@pytest.mark.programs
 def test_a_download_whose_connection_breaks_is_resumed(server: HubServer, tmp_path: Path) -> None:
     whole = server.repositories["org/long"].files["model.pth"]
     server.requests.clear()
@@ -196,6 +203,7 @@ def test_a_download_whose_connection_breaks_is_resumed(server: HubServer, tmp_pa
     assert len(ranges) == 1              # one request asks for the rest
 
 
+@pytest.mark.programs
 def test_a_private_repository_requires_a_token(server: HubServer, tmp_path: Path) -> None:
     for variables in ({}, {"HF_TOKEN": "hf_wrong"}):
         message = error_of("org/private/model.pth", tmp_path, server.endpoint, **variables)
@@ -235,6 +243,7 @@ def test_another_programs_file_among_the_refs_of_the_cache_is_ignored(tmp_path: 
     assert [(each.name, each.size) for each in cached_models()] == [(Name("org/one", "model.pth"), 2)]
 
 
+@pytest.mark.programs
 def test_a_missing_name_on_the_hub_is_reported_in_one_sentence(server: HubServer, tmp_path: Path) -> None:
     assert "no repository org/nowhere" in error_of("org/nowhere/model.pth", tmp_path, server.endpoint)
     assert "no revision 'v9'" in error_of("org/tagged@v9", tmp_path, server.endpoint)
@@ -244,6 +253,7 @@ def test_a_missing_name_on_the_hub_is_reported_in_one_sentence(server: HubServer
     assert "cannot be reached" in error_of("org/one", tmp_path, "http://127.0.0.1:9")
 
 
+@pytest.mark.programs
 def test_a_hub_that_answers_with_an_error_is_not_called_unreachable(server: HubServer, tmp_path: Path) -> None:
     """An expired token is refused even for public repositories. A login page answers every request with HTML."""
     expired = {"X-Error-Message": "Invalid credentials in Authorization header"}

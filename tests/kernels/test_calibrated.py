@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kernels.matvec import BLOCKS, Int4, _calibrated, calibrated_format, quantise
 
+pytestmark = pytest.mark.thorough
 FORMATS = ("q4_k", "q5_k", "q4_0", "q5_0")
 each_format = pytest.mark.parametrize("format", FORMATS)
 N, K = 24, 512

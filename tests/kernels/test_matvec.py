@@ -248,8 +248,9 @@ def test_int8_by_input_has_the_bits_of_int8_by_output(rows: int, level: str, mon
 @in_c
 @each_level
 @pytest.mark.parametrize("non_negative", [False, True])
-def test_many_rows_of_int8_have_the_bits_of_single_rows(non_negative: bool, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With AMX, products of many rows use tiles: the sizes have incomplete tiles, groups of outputs and pieces of inputs."""
+def test_many_rows_of_int8_have_the_bits_of_single_rows(non_negative: bool, level: str,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX, products of many rows use tiles. The sizes have incomplete tiles, groups of outputs and pieces of inputs."""
     monkeypatch.setattr(native, "level", lambda: level)
     matvec = MatVec("c_v0")
     for N, K, sizes in ((7, 64, (32, 33)), (130, 1000, (32, 47, 65)), (64, 9005, (95,)), (72, 72, (513,)), (20, 40, (40,))):

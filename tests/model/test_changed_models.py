@@ -26,6 +26,7 @@ from rwkv.model.quantized import to_bfloat16
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
+pytestmark = pytest.mark.thorough
 BYTES = ByteTokenizer()
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 Change = Callable[[RWKV], Any]

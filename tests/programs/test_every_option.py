@@ -23,6 +23,7 @@ from rwkv.generation.engine import generate, generate_batch
 from rwkv.generation.sampling import Penalties, next_tokens
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
+pytestmark = pytest.mark.thorough
 NAMES = [item.name for item in fields(Sampling)]
 SAMPLERS = ("generate", "chat", "serve")
 BYTES = ByteTokenizer()

@@ -1,4 +1,4 @@
-"""Tests of requests in bytes: what HTTP (RFC 9110 and 9112) lets a server answer, and the ids of requests."""
+"""Tests HTTP itself, with requests written as bytes (RFC 9110 and 9112), and the ids of requests."""
 
 import gzip
 import json

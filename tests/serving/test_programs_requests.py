@@ -53,6 +53,12 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
             {"type": "function_call", "call_id": "call_1", "name": "get_current_timestamp", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "call_1", "output": RESULT}]}),
+    "vllm bench serve": ("/v1/completions", {
+        "model": "tiny", "prompt": "once", "repetition_penalty": 1.0, "temperature": 0.0, "max_tokens": 20, "logprobs": None,
+        "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}),
+    "GenAI-Perf": ("/v1/chat/completions", {
+        "model": "tiny", "messages": HELLO, "max_tokens": 20, "min_tokens": 20, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True}}),
     "Codex": ("/v1/responses", {
         "model": "tiny", "stream": True, "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"summary": "auto"},
         "store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "01a2", "max_output_tokens": 50,
@@ -143,9 +149,21 @@ def test_other_servers_names_of_an_option_have_its_effect(g1: Running) -> None:
     assert json.loads(json.loads(text(format=schema, max_tokens=400))["text"]) == {"a": 3}
 
 
+@pytest.mark.parametrize(("path", "body", "count"), [
+    ("/v1/completions", {"prompt": "once", "max_tokens": 20}, "completion_tokens"),
+    ("/v1/chat/completions", {"messages": HELLO, "max_tokens": 20}, "completion_tokens"),
+    ("/v1/responses", {"input": "hello", "max_output_tokens": 20}, "output_tokens")])
+def test_with_ignore_eos_an_answer_has_all_tokens(g1: Running, path: str, body: dict[str, Any], count: str) -> None:
+    ends = {"logit_bias": {"0": 100}}
+    for fields, tokens in ((ends, 0), (ends | {"ignore_eos": True}, 20), (ends | {"ignore_eos": True, "min_tokens": 20}, 20)):
+        answer = httpx.post(g1.url + path, json={**body, **fields}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"][count] == tokens
+
+
 @pytest.mark.parametrize(("field", "value"), [
     ("mirostat", 2), ("typical_p", 0.5), ("tfs_z", 0.9), ("xtc_probability", 0.5), ("dry_multiplier", 0.8), ("min_tokens", 3),
-    ("ignore_eos", True), ("stop_token_ids", [3]), ("skip_special_tokens", False), ("mirostat", "x"), ("format", "xml"),
+    ("stop_token_ids", [3]), ("skip_special_tokens", False), ("mirostat", "x"), ("format", "xml"),
     ("format", {"type": "nothing"}), ("repeat_penalty", -1), ("unknown", 0)])
 def test_an_option_that_only_other_servers_have_must_be_off(g1: Running, field: str, value: Any) -> None:
     for path, body in (("completions", {"prompt": "a", "max_tokens": 1}), ("chat/completions", {"messages": HELLO}),

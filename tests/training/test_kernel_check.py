@@ -12,6 +12,8 @@ from kernels.wkv4 import cases
 from rwkv.errors import UserError
 from rwkv.training.kernel_check import PARTS, check
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("operator", "name"), [("wkv4", "conv1d"), ("wkv4", "torch_scan"), ("wkv4", "c_v0"),

@@ -73,7 +73,8 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     maximum = default_max_tokens(service, usual)["chat"] if maximum in (None, NO_LIMIT) else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     requested_stops = usual.stop if body.stop is None else body.stops()
-    stops = (*service.template.stop, *requested_stops, *((call_stop(call_start),) if one_call else ()))
+    template_stops = () if body.ignore_eos else service.template.stop    # they end an answer as an end-of-text token does
+    stops = (*template_stops, *requested_stops, *((call_stop(call_start),) if one_call else ()))
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = prompt_ids(service, [*before, *message_ids(service, prompt, context)], "messages", start)

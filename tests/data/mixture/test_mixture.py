@@ -25,6 +25,7 @@ from rwkv.data.validation import limit_validation
 from rwkv.data.windows import ShuffleSampler
 from rwkv.errors import UserError
 
+pytestmark = pytest.mark.thorough
 LINES = [f"document {number} says {'again ' * (number % 7)}{number * number}" for number in range(80)]
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(200))
 SOURCES = "data.sources=[{path: a.jsonl, weight: 0.6}, {name: ids, path: tokens, weight: 0.3}, {path: b.txt, weight: 0.1}]"

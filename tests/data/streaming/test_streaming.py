@@ -32,6 +32,7 @@ from rwkv.data.windows import StepLayout
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
+pytestmark = pytest.mark.thorough
 T = 16
 TEXTS = [f"document {number} says {'again ' * (number * number % 23)}{number * number} — ends" for number in range(150)]
 LEFT_OPEN = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")

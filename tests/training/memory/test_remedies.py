@@ -12,6 +12,7 @@ from rwkv.training.memory.lines import fitting_remedy_lines
 from rwkv.training.memory.remedies import remedies
 from rwkv.training.run.options import check_new_run
 
+pytestmark = pytest.mark.thorough
 V, GIB = 65536, 2 ** 30
 OPTIONS = ("model=rwkv7_1.5b", "model.ctx_len=1024", "data.batch_size=8", "trainer.precision=bf16-mixed")
 LARGE: TrainConfig = compose("train", *OPTIONS)

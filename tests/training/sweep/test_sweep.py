@@ -20,6 +20,7 @@ from rwkv.report import table
 from rwkv.training.sweep import sweep
 from rwkv.training.sweep.launchers import End, JobRejected, Launcher, Processes, Task, launcher_for
 
+pytestmark = pytest.mark.thorough
 SHORT = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=120",
          "trainer.val_every=20", "trainer.checkpoint_every=20")
 BEFORE_LAST = ("last-1.ckpt",)           # saved at an interruption after which only the last was due
