@@ -7,9 +7,10 @@ int8 rounds the weights once, with a scale for each output channel, and the inpu
 groups of 32, and also the inputs of a product with few rows (kernels/matvec).
 
 int8 scales each input row by the row's own largest magnitude, and the products of integers are exact. So a row's result has the
-same bits in any batch. The C kernel of kernels/matvec computes the products. In training, and without the C library, FBGEMM
-computes them where torch has FBGEMM, from a copy of the weights in its own layout. Without VNNI, FBGEMM rounds inputs to 7
-bits, and the C kernel rounds inputs with a sign to 8; otherwise both round alike. All else is computed in float32.
+same bits in any batch. The C kernel of kernels/matvec computes the products. In training on CPUs without AMX, and without the C
+library, FBGEMM computes them where torch has FBGEMM, from a copy of the weights in its own layout. Without VNNI, FBGEMM
+rounds inputs to 7 bits, and the C kernel rounds inputs with a sign to 8; otherwise both round alike. All else is computed in
+float32.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -89,8 +90,8 @@ def _named_tensors(packed: Packed, prefix: str) -> dict[str, Tensor]:
 class Int8Linear(_WithPackedWeight):
     """A linear layer without a bias, with an int8 weight: x (...,K) -> (...,N) in the dtype of x, or float32 under autocast.
 
-    Products are in float32. The C kernel reads the weight in place, row-major, or by input if no input is negative. FBGEMM is
-    up to a tenth faster with many rows, but needs a copy in its own layout.
+    Products are in float32. The C kernel reads the weight in place, row-major, or by input if no input is negative. With many
+    rows, on CPUs without AMX, FBGEMM is up to a tenth faster, but needs a copy in its own layout.
 
     Args:
         weight (N,K): a floating-point or packed weight.

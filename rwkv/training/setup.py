@@ -121,4 +121,5 @@ def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, ba
         return to_packed(model, base, "cpu", head=False, replaced=free_file_pages)
     if base == "int4":
         return to_int4(model, head=False, replaced=free_file_pages)
-    return to_int8(model, head=False, replaced=free_file_pages, in_c=False)
+    has_amx = bool(torch.cpu.get_capabilities().get("amx_int8"))         # which the C kernel uses, and FBGEMM does not
+    return to_int8(model, head=False, replaced=free_file_pages, in_c=has_amx)

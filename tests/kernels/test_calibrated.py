@@ -112,7 +112,8 @@ def test_unusual_weights_and_inputs(format: str) -> None:
     half_zero = torch.cat((torch.ones(K // 2), torch.zeros(K // 2))).diag()
     outlier = matrix()
     outlier[3, 5] = 1000.0
-    weights = (matrix(), matrix().abs(), -matrix().abs(), outlier, 1e-5 * matrix(), matrix().bfloat16(), torch.full((N, K), 0.3))
+    constant = torch.full((N, K), 0.3)
+    weights = (matrix(), matrix().abs(), -matrix().abs(), outlier, 1e-5 * matrix(), matrix().bfloat16(), constant)
     for M in (torch.zeros(K, K), torch.eye(K), torch.ones(K, K), half_zero, 1e30 * moments(), 1e-30 * moments()):
         values = rounded(torch.cat((torch.zeros(N, K), *weights)), M, format)    # rows are rounded one by one
         assert values.isfinite().all()
