@@ -15,7 +15,8 @@ from kernels.registry import runnable
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 PACKED = [format for format in FORMATS if format not in BLOCKS]
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-each_level = pytest.mark.parametrize("level", native.levels())
+each_level = pytest.mark.parametrize("level", [
+    pytest.param(level, marks=() if level == native.level() else pytest.mark.thorough) for level in native.levels()])
 
 
 @pytest.fixture(params=implementations("matvec"))
