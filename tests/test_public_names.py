@@ -173,3 +173,10 @@ def test_a_path_names_a_tokenizer() -> None:
 def test_tokens_must_be_a_tensor(tokens: Any) -> None:
     with pytest.raises(ValueError, match="tokens must be a tensor"):
         MODEL(tokens)
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([[1, 256]]), torch.tensor([[-100, 1]]), torch.tensor([[1.0]]),
+                                    torch.tensor([[1]], dtype=torch.uint8)], ids=["large", "negative", "float32", "uint8"])
+def test_tokens_must_be_ids_of_the_vocabulary(tokens: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="tokens must be"):
+        MODEL(tokens)

@@ -316,11 +316,18 @@ class Model(nn.Module):
             raise ValueError(f"tokens must be a tensor of the shape (B,T); got a {type(tokens).__name__}")
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must have the shape (B,T) with T at least 1; got {tuple(tokens.shape)}")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"tokens must be int64; got {tokens.dtype}: use tokens.long()")
         if state is not None:
             self.check_state(state, len(tokens))
         before = [None] * len(self.blocks) if state is None else state.layers()
         carry = cast(DeepEmbedGeneration, self.generation).first_carry(tokens) if self.config.deep_embed_dim else None
-        return self.emb(tokens).to(self.ln_out.weight.dtype), before, carry
+        try:
+            x = self.emb(tokens)
+        except IndexError as error:      # torch's message does not name the tokens
+            raise ValueError(f"tokens must be from 0 to {self.vocab_size - 1}, the ids of the model's vocabulary. Others may "
+                             "come from the tokenizer of a different model, or from the padding of labels") from error
+        return x.to(self.ln_out.weight.dtype), before, carry
 
     @torch.no_grad()
     def hidden_in_parts(self, tokens: Tensor, state: State | None, n_parts: int) -> Iterator[tuple[Tensor, State] | None]:
