@@ -155,6 +155,12 @@ def test_the_error_names_both_sets_of_weights_in_a_file(model: RWKV, tmp_path: P
     refuses(tmp_path / "model.pth", "ema")
 
 
+def test_a_torch_file_called_safetensors_is_not_damaged(model: RWKV, tmp_path: Path) -> None:
+    torch.save(model.state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"rename it to \.pth"):
+        read_checkpoint(tmp_path / "model.safetensors")
+
+
 def test_tensors_with_numbers_as_keys_are_not_weights(model: RWKV, tmp_path: Path) -> None:
     torch.save(dict(enumerate(model.state_dict().values())), tmp_path / "model.pth")
     refuses(tmp_path / "model.pth", "names of tensors must be strings; got 0")
