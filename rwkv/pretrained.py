@@ -358,10 +358,11 @@ class OpenCheckpoint(NamedTuple):
         return model, context_of_state(model, self.tokenizer, state_before)
 
 
-def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
+def open_checkpoint(config: SavedModelConfig, option: str = "tokenizer") -> OpenCheckpoint:
     """Reads and checks the checkpoint that `config` names.
 
-    Raises UserError for an unreadable file, an unavailable kernel or a tokenizer that does not fit.
+    Raises UserError for an unreadable file, an unavailable kernel or a tokenizer that does not fit. `option` is the option that
+    sets the tokenizer, for error messages.
     """
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     dtype = config.dtype or AUTO
@@ -373,7 +374,7 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     dtype, line = resolve_dtype(dtype, device, checkpoint)
     caches = may_cache and _is_packed_on_loading(checkpoint, device, dtype) and packed_cache.can_hold(checkpoint)
     wkv = operator_for(checkpoint.config, config.kernel.name, device, compute_dtype(dtype, device))
-    tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
+    tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text, option)
     assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
     return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed, caches, line)
 

@@ -181,7 +181,8 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     is_lora = any("lora_A" in parts for parts in modules.values())
     if is_lora and not initial and alpha is None:
         raise UserError(f"{path} does not state LoRA's alpha: pass the value that the adapter was trained with, such as "
-                        f"lora_alpha=32. For a PiSSA adapter, put {INIT_PISSA} into the same folder")
+                        "lora_alpha=32, or --lora-alpha 32 to timemix convert. For a PiSSA adapter, put "
+                        f"{INIT_PISSA} into the same folder")
     if alpha is not None and (initial or not is_lora):
         reason = f"PiSSA has no alpha, and the folder contains {INIT_PISSA}" if initial else "MiSS has no alpha"
         raise UserError(f"lora_alpha conflicts with {path}: {reason}. Omit lora_alpha")

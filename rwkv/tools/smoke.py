@@ -133,7 +133,7 @@ class _Checks:
         options = self._options
         opened = open_checkpoint(SavedModelConfig(
             checkpoint=str(self._path), tokenizer=options.tokenizer, device=options.device, dtype=options.dtype,
-            kernel=KernelConfig(name=options.kernel)))
+            kernel=KernelConfig(name=options.kernel)), "--tokenizer")
         self._device = opened.device
         self._dtype = opened.dtype
         self._tokenizer = opened.tokenizer

@@ -230,7 +230,7 @@ def test_a_lora_of_rwkv_peft_takes_alpha_by_option(folder: Path, tmp_path: Path)
     expected["blocks.1.att.x_r"] = trained["blocks.1.att.x_r"].double()
     torch.save(trained, tmp_path / "rwkv-0.pth")
     assert_weights(with_adapter(base, tmp_path / "rwkv-0.pth", 32).weights, expected)
-    with pytest.raises(UserError, match="lora_alpha"):
+    with pytest.raises(UserError, match=r"lora_alpha.*--lora-alpha"):
         with_adapter(base, tmp_path / "rwkv-0.pth")
     with pytest.raises(UserError, match="requires lora="):
         RWKV.from_pretrained(folder / "base.pth", lora_alpha=32)
@@ -307,7 +307,7 @@ def test_pissa_of_rwkv_peft_requires_the_file_of_its_initial_adapter(folder: Pat
     with pytest.raises(UserError, match=r"init_pissa\.pth"):
         with_adapter(base, tmp_path / "rwkv-0.pth", 32)
     torch.save({}, tmp_path / "init_pissa.pth")
-    with pytest.raises(UserError, match="lora_alpha"):
+    with pytest.raises(UserError, match=r"lora_alpha.*--lora-alpha"):
         with_adapter(base, tmp_path / "rwkv-0.pth")
 
 

@@ -107,3 +107,12 @@ def test_an_empty_argument_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     error = capsys.readouterr().err
     assert (status.value.code, error.count("\n"), "empty" in error) == (2, 1, True)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
+
+
+def test_convert_does_not_write_a_folder_called_dash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The name - means standard output in other programs."""
+    monkeypatch.chdir(tmp_path)
+    small_model().save_pretrained(tmp_path / "model.pth")
+    with pytest.raises(SystemExit):
+        convert.main(["model.pth", "-"])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]

@@ -56,3 +56,10 @@ def test_a_mistake_is_reported_in_one_sentence(arguments: tuple[str, ...], tmp_p
     result = finish(Forked(tmp_path, ("-m", "rwkv.tools.smoke", *arguments), environment))
     one_sentence((result.status, "", result.error))
     assert not (tmp_path / "smoke.json").exists()
+
+
+def test_a_checkpoint_without_tokenizer_names_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_model(vocab_size=256).save_pretrained(tmp_path / "small.pth")
+    with pytest.raises(SystemExit):
+        smoke.main([str(tmp_path / "small.pth"), "--out", str(tmp_path / "smoke.json")])
+    assert "--tokenizer=" in capsys.readouterr().err
