@@ -208,6 +208,19 @@ class RWKV(Model):
         to_blocks(model, blocks if mmap else {name: packed.map(torch.clone) for name, packed in blocks.items()})
         return model.merge()
 
+    @staticmethod
+    def tokenizer_of(path: str | Path, tokenizer: str | Path | None = None) -> Tokenizer:
+        """Returns the tokenizer that the programs use with a checkpoint: its own, or `world` if it has none and the World size.
+
+        Raises UserError if there is no tokenizer, as in a .pth with another vocabulary, or if `tokenizer` does not fit.
+
+        Args:
+            path: as in from_pretrained.
+            tokenizer: the tokenizer to use instead, a name as in Tokenizer.named.
+        """
+        require_path("path", path)
+        return tokenizer_of(read_checkpoint(path), None if tokenizer is None else str(tokenizer))
+
     def save_pretrained(self, path: str | Path, tokenizer: Tokenizer | None = None, dtype: str | None = None,
                         format: str | None = None) -> None:
         """Writes the weights to `path`, and also the configuration and the tokenizer if the format supports them.

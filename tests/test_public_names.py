@@ -180,3 +180,12 @@ def test_tokens_must_be_a_tensor(tokens: Any) -> None:
 def test_tokens_must_be_ids_of_the_vocabulary(tokens: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="tokens must be"):
         MODEL(tokens)
+
+
+def test_the_tokenizer_of_a_checkpoint(tmp_path: Path) -> None:
+    MODEL.save_pretrained(tmp_path / "model", BYTES)
+    MODEL.save_pretrained(tmp_path / "model.pth")
+    assert RWKV.tokenizer_of(tmp_path / "model").hash == BYTES.hash
+    assert RWKV.tokenizer_of(tmp_path / "model.pth", "byte").hash == BYTES.hash
+    with pytest.raises(UserError, match="contains no tokenizer: pass tokenizer="):
+        RWKV.tokenizer_of(tmp_path / "model.pth")
