@@ -317,7 +317,7 @@ class Model(nn.Module):
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must have the shape (B,T) with T at least 1; got {tuple(tokens.shape)}")
         if tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"tokens must be int64; got {tokens.dtype}: use tokens.long()")
+            raise ValueError(f"tokens must be int64 or int32; got {tokens.dtype}: use tokens.long()")
         if state is not None:
             self.check_state(state, len(tokens))
         before = [None] * len(self.blocks) if state is None else state.layers()
