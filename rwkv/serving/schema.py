@@ -59,6 +59,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "safe_prompt": (False,)}
 CONSTRAINTS = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}  # vLLM's names, with Constraint's kinds
+# The next escape in a JSON body. `half` is half a surrogate pair, which is no character
+ESCAPE = re.compile(rb"\\u(?i:d[89ab][\da-f]{2})\\u(?i:d[c-f][\da-f]{2})|(?P<half>\\u(?i:d[89a-f][\da-f]{2}))|\\.", re.DOTALL)
+REPLACEMENT = rb"\ufffd"                 # has the length of the escape that it replaces, so that offsets in errors stay correct
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 ANY_OBJECT: JsonObject = {"type": "object"}
 CONTINUATION = ("add_generation_prompt", "continue_final_message")       # the options in NEUTRAL that chat completions support
@@ -609,21 +612,44 @@ JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boo
 
 
 def read(body: bytes, kind: type[Body]) -> Body:
-    """Decodes a JSON body as the type `kind`, and ignores a byte order mark. Raises ApiError, naming the wrong field."""
+    """Decodes a JSON body as the type `kind`, and ignores a byte order mark. Raises ApiError, naming the wrong field.
+
+    Half a surrogate pair, as programs send that cut a text inside an emoji, becomes U+FFFD.
+    """
     body = body.removeprefix(BOM_UTF8)
     try:
         try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError as error:
-            try:
-                fields = msgspec.json.decode(body)
-            except msgspec.ValidationError:              # a number is too large for float64; this error has no field's name
-                raise error from None
-            return _read_leniently(fields, kind)
+            return _decode(body, kind)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            return _decode(ESCAPE.sub(lambda escape: REPLACEMENT if escape["half"] else escape[0], body), kind)
     except msgspec.ValidationError as error:
         raise _type_error(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body must be JSON: {error}") from None
+        raise _not_json(body, error) from None
+
+
+def _decode(body: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        try:
+            fields = msgspec.json.decode(body)
+        except msgspec.ValidationError:                  # a number is too large for float64; this error has no field's name
+            raise error from None
+        return _read_leniently(fields, kind)
+
+
+def _not_json(body: bytes, error: Exception) -> ApiError:
+    """Returns the error for a body that is not JSON. `error` is the decoder's, which misleads if the body is not UTF-8."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as wrong:
+        byte = f"byte {wrong.start} is {body[wrong.start]:#04x}"
+        return ApiError(400, f"the body must be JSON in UTF-8, but {byte}. Encode the body in UTF-8, or name its charset in "
+                             "the header content-type")
+    return ApiError(400, f"the body must be JSON: {error}")
 
 
 def _read_leniently(fields: Any, kind: type[Body]) -> Body:

@@ -16,6 +16,7 @@ from test_limits import check_error
 
 from rwkv.chat.interface import END
 from rwkv.chat.turn_templates import chat_template
+from rwkv.serving.http.errors import ApiError
 from rwkv.serving.schema import (
     ChatRequest,
     CompletionRequest,
@@ -25,6 +26,7 @@ from rwkv.serving.schema import (
     StreamOptions,
     TemplateOptions,
     TokenizeRequest,
+    read,
 )
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -109,6 +111,24 @@ def test_fields_without_effect_are_accepted(api: httpx.Client) -> None:
     for fields in IGNORED + DEFAULTS + IGNORED_IN_CHAT:
         assert chat(api, **fields) == answer, fields
         assert fields in IGNORED_IN_CHAT or completion(api, **fields) == text, fields
+
+
+def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:
+    """Programs that cut a text inside an emoji send it, and send it again with every later turn."""
+    texts = {r"\ud83d": "\ufffd", r"\uDE00": "\ufffd", r"a\ud83d\n": "a\ufffd\n", r"\ud83d\ud83d\ude00": "\ufffd\U0001f600",
+             r"\ud83d \\ud83d\\": "\ufffd \\ud83d\\"}
+    for escaped, text in texts.items():
+        body = read(f'{{"prompt": "{escaped}", "max_tokens": 2.0, "x": null}}'.encode(), CompletionRequest)
+        assert (body.prompt, body.max_tokens) == (text, 2)
+    for malformed in (r'{"prompt": "\ud83d', r'{"prompt": "\ud8"x":"}'):
+        with pytest.raises(ApiError, match="JSON"):
+            read(malformed.encode(), CompletionRequest)
+
+
+def test_the_error_for_a_body_in_another_encoding_names_utf_8_and_the_first_wrong_byte() -> None:
+    for encoding, byte in {"latin-1": "byte 12 is 0xe9", "utf-16": "byte 0 is 0xff"}.items():
+        with pytest.raises(ApiError, match=f"UTF-8, but {byte}"):
+            read('{"prompt": "é"}'.encode(encoding), CompletionRequest)
 
 
 def test_every_optional_field_may_be_null(api: httpx.Client) -> None:

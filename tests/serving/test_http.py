@@ -94,6 +94,8 @@ REQUESTS |= {
     "a byte order mark": (as_post(b"\xef\xbb\xbf" + BODY), 200),
     "a byte order mark in gzip": (as_post(gzip.compress(b"\xef\xbb\xbf" + BODY), GZIP), 200),
     "UTF-16 unsaid": (as_post(BODY.decode().encode("utf-16")), 400),
+    "latin-1 unsaid": (as_post(WORDS.encode("latin-1")), 400),
+    "half a surrogate pair": (as_post(json.dumps({**OK, "prompt": "\ud83d", "stop": "\ude00"}).encode()), 200),
     "a charset": (as_post(WORDS.encode(), JSON + b"utf-8"), 200),
     "a charset in quotes": (as_post(WORDS.encode(), JSON + b'"UTF-8"'), 200),
     "latin-1": (as_post(WORDS.encode("latin-1"), JSON + b"ISO-8859-1"), 200),
