@@ -13,7 +13,8 @@ class GenerateConfig(DraftedConfig):
     """The options of generate.py. rwkv/generation/options.py rejects options that conflict with each other."""
 
     prompt: str | None = option(None, "prompt; -: read from standard input", heading="Samples", verbatim=TEXT)
-    prompts: str | None = option(None, 'file with a prompt per line, or .jsonl with {"prompt": "..."} per line', verbatim=PATH)
+    prompts: str | None = option(None, 'file with a prompt per line, or .jsonl with {"prompt": "..."} per line; -: '
+                                       'standard input, a prompt per line', verbatim=PATH)
     state: str | None = option(None, "state file to start from, written by save_state= with the same model and tokenizer; or a "
                                "tuned state (timemix's or another trainer's)", verbatim=PATH)
     state_layout: str | None = layout_option("state=")

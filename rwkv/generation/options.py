@@ -57,15 +57,15 @@ def grammar_from(config: GenerateConfig) -> Grammar | None:
 def prompts_from(config: GenerateConfig) -> list[str]:
     """Returns the prompt of prompt=TEXT, or the prompts in the file that prompts= names.
 
-    With prompt=-, the prompt is read from standard input. A prompts file has one prompt per line. In a .jsonl, .ndjson or .json
-    file, each line is an object {"prompt": ...}. Raises UserError for a missing file, one without prompts, or an invalid line.
+    The name - stands for standard input. A prompts file has one prompt per line. In a .jsonl, .ndjson or .json file,
+    each line is an object {"prompt": ...}. Raises UserError for a missing file, one without prompts, or an invalid line.
     """
     if config.prompts is None:
         if config.prompt == "-":
             return [decode(sys.stdin.buffer.read(), "standard input").replace("\r\n", "\n")]
         return [config.prompt or ""]
     path = Path(config.prompts)
-    content = read_bytes(path, f"prompts={path}")
+    content = sys.stdin.buffer.read() if config.prompts == "-" else read_bytes(path, f"prompts={path}")
     if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
         lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
         prompts = [text_of(parse(line, where), "prompt", where) for where, line in lines if line.strip()]

@@ -16,6 +16,7 @@ from models import small_model
 from programs import Run, one_sentence
 
 from rwkv.config import GenerateConfig
+from rwkv.errors import UserError
 from rwkv.generation.options import prompts_from
 from rwkv.tokenizer.tokenizers import CharTokenizer
 
@@ -148,6 +149,14 @@ def test_prompts_may_come_from_a_pipe() -> None:
     os.close(writer)
     assert prompts_from(GenerateConfig(prompts=f"/dev/fd/{reader}")) == ["ab", "c"]
     os.close(reader)
+
+
+def test_prompts_may_come_from_standard_input(set_stdin: Callable[[bytes], None]) -> None:
+    set_stdin("ab\r\n\nü".encode())
+    assert prompts_from(GenerateConfig(prompts="-")) == ["ab", "ü"]
+    set_stdin(b"\n")
+    with pytest.raises(UserError, match="prompts=-"):
+        prompts_from(GenerateConfig(prompts="-"))
 
 
 def test_stop_strings_are_verbatim_and_may_be_several(run: Run) -> None:
