@@ -4,13 +4,12 @@ import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from shlex import quote
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rwkv import cli, report
+from rwkv import report
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.checkpoint.location import LAST
 from rwkv.config import TrainConfig
@@ -24,7 +23,7 @@ from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.plan.this_machine import validated_part
 from rwkv.training.run.card import write_card
-from rwkv.training.run.directory import Run
+from rwkv.training.run.directory import Run, sampling_command
 from rwkv.training.sharding.strategy import full_tensor
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.exports import write_tuned
@@ -108,10 +107,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
         except Exception as error:
             log(f"cannot generate a sample: {error}")
         print(flush=True)
-    checkpoint_option = quote(f"checkpoint={out_dir}")
-    chat = config.data.name == "chat"
-    more = f"{cli.command('chat')} {checkpoint_option}" if chat else f"{cli.command('generate')} {checkpoint_option} prompt=..."
-    log(f"\nmore: {more}")
+    log(f"\nmore: {sampling_command(out_dir, config.data.name)}")
 
 
 def trained_model(task: LanguageModel, strategy: str, out_dir: Path, device: torch.device) -> Model:

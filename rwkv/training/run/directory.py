@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
-from rwkv import report
+from rwkv import cli, report
 from rwkv.config import LATEST, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
@@ -69,6 +69,12 @@ class Run:
     def vocab_size(self, tokenizer: Tokenizer) -> int:
         """Returns the base model's vocabulary size, which may exceed the tokenizer's; without a base, the tokenizer's."""
         return self.init_checkpoint.vocab_size if self.init_checkpoint else tokenizer.vocab_size
+
+
+def sampling_command(folder: Path, data: str) -> str:
+    """Returns the command that samples from a run trained with data=`data`: chat.py for conversations, else generate.py."""
+    checkpoint = quote(f"checkpoint={folder}")
+    return f"{cli.command('chat')} {checkpoint}" if data == "chat" else f"{cli.command('generate')} {checkpoint} prompt=..."
 
 
 def new_folder(kind: str = "") -> Path:

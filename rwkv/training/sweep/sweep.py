@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -39,7 +40,7 @@ from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import count_of, labelled_line
 from rwkv.io.signals import STOPPING, StopRequest, describe_exit
 from rwkv.report import run_files
-from rwkv.training.run.directory import new_folder, require_unused, run_folder
+from rwkv.training.run.directory import new_folder, require_unused, run_folder, sampling_command
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import check_new_run
 from rwkv.training.sweep import child
@@ -270,6 +271,15 @@ def read_entries(folder: Path) -> list[Entry]:
     return entries
 
 
+def _advice_on_commas(verbatim: Mapping[str, object], error: str) -> str:
+    """Returns how to sweep over texts, such as paths, if the error is about a text with a comma."""
+    for key, text in verbatim.items():
+        if isinstance(text, str) and "," in text and text in error:
+            return (f". A comma in {key} does not separate values: to sweep {key}, write a recipe for each value and use "
+                    "experiment=A.yaml,B.yaml")
+    return ""
+
+
 def _add_runs(sweep: Sweep, jobs: list[cli.Job], jobs_of: cli.Jobs) -> None:
     """Adds new runs to the sweep. Raises UserError if the sweep has a run of the same name with different options."""
     entries = {entry.name: entry for entry in sweep.entries}
@@ -285,10 +295,11 @@ def _add_runs(sweep: Sweep, jobs: list[cli.Job], jobs_of: cli.Jobs) -> None:
                      if not key.startswith(SETTINGS) and key not in of_other_runs]
         entry = Entry(name_of(job), job.swept, arguments, job.config.kernel.name, job.config.seed)
         if entry.name not in entries:
+            line = cli.split(arguments, TrainConfig)
             try:
-                check_new_run(job.config, cli.split(arguments, TrainConfig).keys)
+                check_new_run(job.config, line.keys)
             except UserError as error:
-                raise UserError(f"{entry.name}: {error}") from None
+                raise UserError(f"{entry.name}: {error}{_advice_on_commas(line.verbatim, str(error))}") from None
             entries[entry.name] = entry
             added.append(entry)
             sweep.configs[entry.name] = _config_of(entry, jobs_of) if of_other_runs else job.config
@@ -426,7 +437,7 @@ def conclude(sweep: Sweep) -> None:
     log("\n" + labelled_line("sweep", ", ".join(counts), sys.stderr))
     for sentence in result.sentences:
         log(labelled_line("", sentence, sys.stderr))
-    _log_best(sweep.folder, result.best)
+    _log_best(sweep, result.best)
     log(labelled_line("report", str(result.page), sys.stderr))
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
         options = ["resume=auto", quote(f"out_dir={sweep.folder}"), *map(quote, sweep.setting_overrides)]
@@ -437,13 +448,13 @@ def conclude(sweep: Sweep) -> None:
         log_report(next(iter(sweep.configs.values())).logger, sweep.folder, *report.table(sweep.folder))
 
 
-def _log_best(folder: Path, best: tuple[str, float] | None) -> None:
+def _log_best(sweep: Sweep, best: tuple[str, float] | None) -> None:
     if best is not None:
         name, loss = best
-        more = f"{cli.command('generate')} {quote(f'checkpoint={folder / name}')} prompt=..."
+        more = sampling_command(sweep.folder / name, sweep.configs[name].data.name)
         log(labelled_line("best", f"{name} has the lowest val/loss, {loss:.4f}: {more}", sys.stderr))
     latest = follow(LATEST).resolve()
-    if latest.parent == folder.resolve():
+    if latest.parent == sweep.folder.resolve():
         log(labelled_line("latest", f"{LATEST} is the run trained last, {latest.name}", sys.stderr))
 
 

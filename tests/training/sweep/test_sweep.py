@@ -14,7 +14,7 @@ import pytest
 from training_runs import KILLED, OF_PROBE, SMALL, assert_same_training, done_here, finish, start, steps_done
 
 from rwkv import cli
-from rwkv.config import SweepConfig, TrainConfig
+from rwkv.config import DataConfig, SweepConfig, TrainConfig
 from rwkv.errors import UserError
 from rwkv.report import table
 from rwkv.training.sweep import sweep
@@ -270,6 +270,31 @@ def test_mistakes_are_reported_in_one_sentence(arguments: tuple[str, ...], words
         sweep.open_launcher(make_sweep("seed=0,1", *SMALL, "kernel=conv1d", "logger=csv", *arguments))
     assert all(word in str(error.value) for word in words)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize("key", ["data.path", "init_from"])
+def test_an_error_about_several_paths_says_how_to_sweep_over_paths(key: str, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path may contain commas, so the commas of a path do not separate values."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt", "a,b.txt"):
+        (tmp_path / name).write_text("text")
+    with pytest.raises(UserError) as error:
+        make_sweep("seed=0,1", "data=text", f"{key}=a.txt,b.txt", *(["data.path=a.txt"] if key == "init_from" else []))
+    assert all(word in str(error.value) for word in (key, "experiment=A.yaml,B.yaml"))
+    assert len(make_sweep("seed=0,1", "data=text", "data.path=a,b.txt").entries) == 2
+
+
+def test_the_best_run_of_a_sweep_is_sampled_with_the_program_for_its_data(tmp_path: Path,
+                                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    configs = {name: TrainConfig(data=DataConfig(name=name)) for name in ("chat", "text")}
+    swept = sweep.Sweep(tmp_path, configs=configs)
+    commands = {}
+    for name in configs:
+        sweep._log_best(swept, (name, 1.0))
+        commands[name] = capsys.readouterr().err
+    assert "chat.py" in commands["chat"]
+    assert "generate.py" in commands["text"]
 
 
 def test_an_option_that_only_some_runs_use_applies_to_these_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
