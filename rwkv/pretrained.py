@@ -210,9 +210,9 @@ class RWKV(Model):
 
     @staticmethod
     def tokenizer_of(path: str | Path, tokenizer: str | Path | None = None) -> Tokenizer:
-        """Returns the tokenizer that the programs use with a checkpoint: its own, or `world` if it has none and the World size.
+        """Returns a checkpoint's tokenizer. A checkpoint without one gets `world` if its vocabulary has World's size.
 
-        Raises UserError if there is no tokenizer, as in a .pth with another vocabulary, or if `tokenizer` does not fit.
+        Raises UserError if there is none, or if `tokenizer` does not match the checkpoint.
 
         Args:
             path: as in from_pretrained.

@@ -12,6 +12,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, formats=tuple(FORMATS))
 BLOCK = TOGETHER * GROUP                 # numbers of a row that are prepared together for int4 and GGUF's blocks
 CACHED = 2**19                           # int8: elements of x per call that stay in the cache; at least 64 rows
+AMX_ROWS = 512                           # int8 with AMX: rows multiplied by weights that are packed once (csrc/amx.c)
 MANY_ROWS = 64                           # from this many rows on, converting W once for all rows is faster
 TILE_ROWS = 12                           # a multiple of the rows in a tile of x (csrc/many_rows.c) at every level
 TILED_ROWS = 84 * TILE_ROWS              # rows of x copied into tiles at a time, to bound the memory
@@ -29,7 +30,7 @@ def int8_product(packed: Int8) -> Callable[[Tensor], Tensor]:
     The model's int8 layers use it, because FBGEMM's rounding and Int8.rounded differ in ties.
     """
     N, K = packed.weight.shape
-    most_rows = max(64, CACHED // K)
+    most_rows = max(AMX_ROWS if native.has_amx() else 64, CACHED // K)
     offset = packed.rounding.offset
     step = torch.tensor(1 / packed.rounding.steps, dtype=torch.float32, device="cpu")
     per_step, scale = (1 / step).item(), packed.scale * step

@@ -65,6 +65,12 @@ def level() -> str | None:
     return levels()[-1] if levels() else None
 
 
+def has_amx() -> bool:
+    """Returns True if int8 products use AMX: on Linux, on a CPU with AMX, at the highest level."""
+    function = getattr(_library(), "timemix_has_amx", None)
+    return function is not None and level() == LEVELS["x86_64"][-1] and bool(function())
+
+
 def run(name: str, threads: int, *arguments: "int | float | Tensor | None") -> None:
     """Calls a C function, which may use up to `threads` threads.
 

@@ -57,8 +57,9 @@ def grammar_from(config: GenerateConfig) -> Grammar | None:
 def prompts_from(config: GenerateConfig) -> list[str]:
     """Returns the prompt of prompt=TEXT, or the prompts in the file that prompts= names.
 
-    The name - stands for standard input. A prompts file has one prompt per line. In a .jsonl, .ndjson or .json file,
-    each line is an object {"prompt": ...}. Raises UserError for a missing file, one without prompts, or an invalid line.
+    With prompt=- or prompts=-, the text is read from standard input: one prompt, or a prompt per line. A prompts file has one
+    prompt per line. In a .jsonl, .ndjson or .json file, each line is an object {"prompt": ...}. Raises UserError for a missing
+    file, one without prompts, or an invalid line.
     """
     if config.prompts is None:
         if config.prompt == "-":
@@ -70,7 +71,8 @@ def prompts_from(config: GenerateConfig) -> list[str]:
         lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
         prompts = [text_of(parse(line, where), "prompt", where) for where, line in lines if line.strip()]
     else:
-        prompts = [prompt for line in decode(content, str(path)).split("\n") if (prompt := line.removesuffix("\r"))]
+        source = "standard input" if config.prompts == "-" else str(path)
+        prompts = [prompt for line in decode(content, source).split("\n") if (prompt := line.removesuffix("\r"))]
     if not prompts:
         raise UserError(f"prompts={path} has no prompts: the file must have one prompt per line")
     return prompts

@@ -254,7 +254,7 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
         return chosen, _parts_of(chosen, files)
     direct = [file for file in inside if "/" not in file.removeprefix(prefix)]
     weights = next((prefix + file for file in DIRECTORY_WEIGHTS if prefix + file in files), None)
-    if weights and prefix.rstrip("/") in _model_folders(direct):
+    if weights and name.path in _model_folders(direct):
         return name.path, [*_files_beside(files, prefix), weights]
     single = _without_later_parts(file for file in direct if has_weights(file))
     if len(single) == 1:

@@ -325,8 +325,9 @@ class Model(nn.Module):
         try:
             x = self.emb(tokens)
         except IndexError as error:      # torch's message does not name the tokens
-            raise ValueError(f"tokens must be from 0 to {self.vocab_size - 1}, the ids of the model's vocabulary. Others may "
-                             "come from the tokenizer of a different model, or from the padding of labels") from error
+            raise ValueError(f"tokens must be ids from 0 to {self.vocab_size - 1}; got {int(tokens.min())} to "
+                             f"{int(tokens.max())}. Larger ids come from the tokenizer of a different model; -100 is the "
+                             "padding of labels") from error
         return x.to(self.ln_out.weight.dtype), before, carry
 
     @torch.no_grad()

@@ -59,8 +59,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,), "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
     "add_generation_prompt": (True,), "continue_final_message": (False,), "safe_prompt": (False,)}
 CONSTRAINTS = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}  # vLLM's names, with Constraint's kinds
-# The next escape in a JSON body. `half` is half a surrogate pair, which is no character
-ESCAPE = re.compile(rb"\\u(?i:d[89ab][\da-f]{2})\\u(?i:d[c-f][\da-f]{2})|(?P<half>\\u(?i:d[89a-f][\da-f]{2}))|\\.", re.DOTALL)
+# A surrogate pair or an unpaired surrogate, which encodes no character, after an even number of backslashes
+SURROGATE = re.compile(rb"(?<!\\)((?:\\\\)*)(?:(\\u(?i:d[89ab][\da-f]{2})\\u(?i:d[c-f][\da-f]{2}))|\\u(?i:d[89a-f][\da-f]{2}))")
 REPLACEMENT = rb"\ufffd"                 # has the length of the escape that it replaces, so that offsets in errors stay correct
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 ANY_OBJECT: JsonObject = {"type": "object"}
@@ -193,7 +193,7 @@ class SharedFields(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     seed: Seed | None = None
     random_seed: Seed | None = None      # Mistral's name of seed
     ignore_eos: bool | None = None       # llama.cpp and vLLM: never end before max_tokens; stop strings still end the text
-    min_tokens: NewTokens | None = None  # vLLM; supported together with ignore_eos, as programs that measure speed send it
+    min_tokens: NewTokens | None = None  # vLLM; requires ignore_eos here. Benchmarks send both
     state: StateId | None = None         # the state that the prompt continues
     save_state: bool | None = None       # save each sequence's final state
     user: Ignored = None
@@ -614,7 +614,7 @@ JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boo
 def read(body: bytes, kind: type[Body]) -> Body:
     """Decodes a JSON body as the type `kind`, and ignores a byte order mark. Raises ApiError, naming the wrong field.
 
-    Half a surrogate pair, as programs send that cut a text inside an emoji, becomes U+FFFD.
+    An unpaired surrogate, as in a text that was cut inside an emoji, becomes U+FFFD.
     """
     body = body.removeprefix(BOM_UTF8)
     try:
@@ -623,7 +623,10 @@ def read(body: bytes, kind: type[Body]) -> Body:
         except msgspec.ValidationError:
             raise
         except msgspec.DecodeError:
-            return _decode(ESCAPE.sub(lambda escape: REPLACEMENT if escape["half"] else escape[0], body), kind)
+            repaired = SURROGATE.sub(lambda match: match[0] if match[2] else match[1] + REPLACEMENT, body)
+            if repaired == body:
+                raise
+            return _decode(repaired, kind)
     except msgspec.ValidationError as error:
         raise _type_error(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_on_user_error():
         locate(options.source)           # reports an error before PyTorch is imported, which takes seconds
         if str(options.target) == "-":
-            raise UserError("OUT must be the path of a file or a folder, because standard output is not supported here; got -")
+            raise UserError("OUT must be a file or a folder; got -: standard output is not supported")
         format = options.format or formats.by_suffix(options.target)
         if options.tokenizer is not None:
             Tokenizer.check_named(options.tokenizer, "--tokenizer")

@@ -13,7 +13,7 @@ from rwkv.generation.draft import NGram
 from rwkv.generation.row import Row
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
-pytestmark = [pytest.mark.programs, pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))]
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))]
 
 
 @pytest.fixture(autouse=True)

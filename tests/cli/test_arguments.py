@@ -109,10 +109,12 @@ def test_an_empty_argument_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
 
 
-def test_convert_does_not_write_a_folder_called_dash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_convert_does_not_write_a_folder_called_dash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
     """The name - means standard output in other programs."""
     monkeypatch.chdir(tmp_path)
     small_model().save_pretrained(tmp_path / "model.pth")
     with pytest.raises(SystemExit):
         convert.main(["model.pth", "-"])
+    assert "OUT" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]

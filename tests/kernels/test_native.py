@@ -320,11 +320,11 @@ def test_a_field_that_only_c_has_is_refused(tmp_path: Path, monkeypatch: pytest.
     header = "kernels/matvec/csrc/products.h"
     prototypes = re.findall(r"^void [^;{]+(?=;)", (build.ROOT / header).read_text(), re.MULTILINE)
     (tmp_path / "no_products.c").write_text(f'#include "{header}"\n' + "".join(f"{each} {{}}\n" for each in prototypes))
-    sources = ("kernels/native/csrc/threads.c", "kernels/matvec/csrc/pack.c", "no_products.c",
-               "rwkv/model/fused/csrc/fused.c", "rwkv/model/rwkv7/csrc/step.c")
+    sources = (*build.PER_LIBRARY, "kernels/matvec/csrc/pack.c", "no_products.c", "rwkv/model/fused/csrc/fused.c",
+               "rwkv/model/rwkv7/csrc/step.c")
     subprocess.run([str(zig()), "-m", "ziglang", "cc", "-target", f"{here.machine}-{build.SYSTEMS[here.system]}", "-shared",
-                    *build.FLAGS, *build.LEVEL_FLAGS[level], f"-DLEVEL={level}", "-Wno-unused-parameter", *sources,
-                    "-o", "extended"], check=True, cwd=tmp_path)
+                    *build.FLAGS, *build.LEVEL_FLAGS[level], f"-DLEVEL={level}", '-DSOURCES=""', "-Wno-unused-parameter",
+                    *sources, "-o", "extended"], check=True, cwd=tmp_path)
     library = ctypes.CDLL(str(tmp_path / "extended"))
     native._size.cache_clear()
     monkeypatch.setattr(native, "level", lambda: level)

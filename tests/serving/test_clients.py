@@ -113,8 +113,8 @@ def test_fields_without_effect_are_accepted(api: httpx.Client) -> None:
         assert fields in IGNORED_IN_CHAT or completion(api, **fields) == text, fields
 
 
-def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:
-    """Programs that cut a text inside an emoji send it, and send it again with every later turn."""
+def test_an_unpaired_surrogate_becomes_a_replacement_character() -> None:
+    """A program that cuts a text inside an emoji sends one, and sends it again with every later turn."""
     texts = {r"\ud83d": "\ufffd", r"\uDE00": "\ufffd", r"a\ud83d\n": "a\ufffd\n", r"\ud83d\ud83d\ude00": "\ufffd\U0001f600",
              r"\ud83d \\ud83d\\": "\ufffd \\ud83d\\"}
     for escaped, text in texts.items():

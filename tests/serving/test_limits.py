@@ -52,7 +52,7 @@ WRONG: list[tuple[str, Any]] = [
     ("unknown", 1), *[("tools", value) for value in ([], [{}])],
 ]
 BODIES = [b"", b"{", b"[]", b"3", b"null", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b'{"temperature": NaN, "prompt": "a"}',
-          b'{"temperature": 1e999, "prompt": "a"}', b'{"prompt": "\\ud800"}', b'{"prompt": "\\udc00a"}', b"[" * 100_000,
+          b'{"temperature": 1e999, "prompt": "a"}', b"[" * 100_000,
           b'{"prompt": "a", "seed": Infinity}', b'{"prompt": "a"} x']
 
 

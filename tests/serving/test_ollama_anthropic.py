@@ -240,7 +240,10 @@ def test_anthropic_s_message_has_its_format(server: Running) -> None:
     fields: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "system": cached, "max_tokens": 5,
                               "metadata": {"user_id": "me"}, "extra_body": {"banned": [0]}}
     first, second = client.messages.create(**fields), client.messages.create(**fields)
-    assert second.usage.input_tokens > 0             # Claude Code counts the prompt twice if this is 0
+    with client.messages.stream(**fields) as stream:
+        streamed = stream.get_final_message()
+    for usage in (second.usage, streamed.usage):
+        assert usage.input_tokens > 0                # Claude Code counts the prompt twice if this is 0
     assert (first.type, first.role, first.model, first.stop_reason) == ("message", "assistant", "tiny", "max_tokens")
     assert first.usage.output_tokens == 5
     assert first.usage.cache_read_input_tokens == 0 < first.usage.input_tokens

@@ -161,6 +161,13 @@ def test_with_ignore_eos_an_answer_has_all_tokens(g1: Running, path: str, body: 
         assert answer.json()["usage"][count] == tokens
 
 
+def test_ignore_eos_ignores_the_template_s_stop_strings(g1: Running) -> None:
+    body = {"messages": HELLO, "max_tokens": 20, "structured_outputs": {"regex": "(\n\nUser:){9}"}}
+    tokens = [httpx.post(f"{g1.url}/v1/chat/completions", json=body | fields, timeout=60).json()["usage"]["completion_tokens"]
+              for fields in ({}, {"ignore_eos": True})]
+    assert tokens[0] < tokens[1] == 20
+
+
 @pytest.mark.parametrize(("field", "value"), [
     ("mirostat", 2), ("typical_p", 0.5), ("tfs_z", 0.9), ("xtc_probability", 0.5), ("dry_multiplier", 0.8), ("min_tokens", 3),
     ("stop_token_ids", [3]), ("skip_special_tokens", False), ("mirostat", "x"), ("format", "xml"),

@@ -1,7 +1,7 @@
 // int8 products of many rows with AMX (Advanced Matrix Extensions), whose instructions multiply 16 x 64 by 64 x 16 integers.
 //
-// The instructions read x in place and need W in a different order. So for each group of outputs, a piece of W is packed and
-// multiplied by all rows. Integer sums are exact, so the results are bit-identical to matmul and matmul_int8_by_input.
+// The instructions read x in place, but require W in a different order. For each group of outputs, a piece of W is packed once and
+// multiplied by up to GROUP_ROWS rows. Integer sums are exact, so the results are bit-identical to matmul and matmul_int8_by_input.
 
 #include "tile.h"
 
@@ -49,13 +49,13 @@ WITH_AMX static void configure(int64_t rows) {
 // Packs inputs k to k + 63 of outputs n to n + 63, W stored by output. The first `skipped` inputs become 0.
 INLINE void pack_by_output(const struct product *p, int64_t n, int64_t width, int64_t k, int64_t skipped,
                            packed_tile *packed) {
-    bytes is_used;
-    for (int i = 0; i < TILE_INPUTS; i++) is_used[i] = i < skipped ? 0 : -1;
+    bytes mask;
+    for (int i = 0; i < TILE_INPUTS; i++) mask[i] = i < skipped ? 0 : -1;
     for (int t = 0; t < TILES; t++) {
         UNROLL for (int o = 0; o < TILE; o++) {
             int64_t output = n + smaller(t * TILE + o, width - 1);
             const int8_t *w = (const int8_t *)p->w + output * p->K + k;
-            packed[t][o] = (wide_ints)(load_bytes(w, TILE_INPUTS) & is_used);
+            packed[t][o] = (wide_ints)(load_bytes(w, TILE_INPUTS) & mask);
         }
         transpose_wide(packed[t]);
     }
@@ -74,7 +74,7 @@ INLINE void pack_by_input(const struct product *p, int64_t N, int64_t n, int64_t
     }
 }
 
-// Packs inputs first to last - 1. If K is no multiple of TILE_INPUTS, the last tile begins at K - TILE_INPUTS.
+// Packs inputs first to last - 1. If K is not a multiple of TILE_INPUTS, the last tile begins at K - TILE_INPUTS.
 static void pack(const struct product *p, int64_t N, int64_t n, int64_t width, int64_t first, int64_t last, struct group *group) {
     bytes offset = (bytes)(int8_t)p->offset;
     for (int64_t k = first; k < last; k += TILE_INPUTS) {
@@ -88,16 +88,17 @@ static void pack(const struct product *p, int64_t N, int64_t n, int64_t width, i
     }
 }
 
-// Adds the products of inputs first to last - 1 to the sums of two tiles of W and of two tiles of x, the first of `upper` rows.
+// Adds the products of inputs first to last - 1 of two tiles of x and two tiles of W. The first tile of x has `upper` rows. If
+// `first` is 0, the sums start at 0.
 WITH_AMX static void multiply_tiles(const struct product *p, const uint8_t *q, int64_t upper, int64_t first, int64_t last,
                                     const packed_tile (*w)[TILES], wide_ints (*sums)[TILES]) {
     int64_t sums_row = sizeof *sums, w_row = sizeof(wide_ints);
-    wide_ints *below = sums[upper];
+    wide_ints *lower = sums[upper];
     if (first) {
         _tile_loadd(0, sums[0], sums_row);
         _tile_loadd(1, sums[0] + 1, sums_row);
-        _tile_loadd(2, below, sums_row);
-        _tile_loadd(3, below + 1, sums_row);
+        _tile_loadd(2, lower, sums_row);
+        _tile_loadd(3, lower + 1, sums_row);
     } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -117,8 +118,8 @@ WITH_AMX static void multiply_tiles(const struct product *p, const uint8_t *q, i
     }
     _tile_stored(0, sums[0], sums_row);
     _tile_stored(1, sums[0] + 1, sums_row);
-    _tile_stored(2, below, sums_row);
-    _tile_stored(3, below + 1, sums_row);
+    _tile_stored(2, lower, sums_row);
+    _tile_stored(3, lower + 1, sums_row);
 }
 
 // Restores the order of the outputs of a W stored by input: the 128-bit parts of sums[t] belong to outputs 4 t, 16 + 4 t, 32 + 4 t
@@ -167,7 +168,7 @@ WITH_AMX static void multiply_group(const struct product *p, int64_t N, int64_t 
 }
 
 void matmul_amx(const struct product *p, int64_t N, int64_t begin, int64_t end) {
-    struct configuration before;         // of another library's products, in this thread
+    struct configuration before;         // another library may have configured this thread's tiles
     int64_t groups = ratio_up(p->R, GROUP_ROWS), configured_rows = 0;
     store_configuration(&before);
     for (int64_t n = begin; n < end; n += GROUP_OUTPUTS)

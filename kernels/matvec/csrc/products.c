@@ -286,7 +286,7 @@ MATMUL(signed_int8, W_INT8, BLOCK, 1, 1)
 MATMUL(int4, W_INT4, BLOCK / 2, 0, 0)   // x_bytes 0: dividing K into pieces would be slower
 
 void matmul(const struct product *p, int64_t begin, int64_t end) {
-    if (can_use_amx(p)) {
+    if (end - begin >= AMX_OUTPUTS && can_use_amx(p)) {
         matmul_amx(p, 0, begin, end);
         return;
     }

@@ -71,17 +71,18 @@ void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t en
 // weights whose inputs are zero in every row (by_input.c). K is a multiple of 8.
 void matmul_int8_by_input(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
-// int8 products with AMX. can_use_amx: whether the CPU has AMX and the product has enough rows. N: 0 if W is stored by output,
-// otherwise W is stored by input, (K,N).
+// Computes outputs begin <= n < end of int8 products with AMX. N: the row stride of a W stored by input, (K,N); 0 if W is stored by
+// output; such products with fewer than AMX_OUTPUTS outputs are faster without AMX. can_use_amx returns 1 if the CPU has AMX and the
+// product has enough rows and inputs.
+enum { AMX_ROWS = 32, AMX_INPUTS = 64, AMX_OUTPUTS = 64 };
 #if defined __AVX512BF16__ && defined __linux__
 int timemix_has_amx(void);
+#else
+#define timemix_has_amx() 0
+#endif
 INLINE int can_use_amx(const struct product *p) {
-    enum { AMX_ROWS = 32, AMX_INPUTS = 64 };
     return p->kind == W_INT8 && p->R >= AMX_ROWS && p->K >= AMX_INPUTS && timemix_has_amx();
 }
-#else
-INLINE int can_use_amx(const struct product *p) { return (void)p, 0; }
-#endif
 void matmul_amx(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
 // Bit-identical to matmul_sparse, for a bfloat16 W stored by output, (N,K); reads all of W. K is a multiple of 8.

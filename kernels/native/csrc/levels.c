@@ -40,6 +40,7 @@ EXPORTED int timemix_levels(void) {
 #include <sys/syscall.h>
 #include <unistd.h>
 
+// AMX_TILE, AMX_INT8: bits of CPUID.(7,0).EDX. TILE_STATE: bits of XCR0. The others: arguments of arch_prctl
 enum { AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25, TILE_STATE = 3 << 17, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
 
 static int request_amx(void) {
@@ -48,7 +49,8 @@ static int request_amx(void) {
     return has_all(read_xcr0(), TILE_STATE) && !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
 }
 
-// Returns 1 if this process may use AMX's int8 products, which Linux permits on request. Source: Linux, Documentation/arch/x86/xstate.
+// Returns 1 if this process may use AMX's int8 products, which Linux permits on request. Source: Linux,
+// Documentation/arch/x86/xstate.rst.
 EXPORTED int timemix_has_amx(void) {
     static int has_amx = -1;
     int known = __atomic_load_n(&has_amx, __ATOMIC_RELAXED);

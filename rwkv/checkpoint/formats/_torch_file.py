@@ -54,8 +54,8 @@ def recognises(path: Path) -> bool:
 def load(path: Path) -> Dictionary:
     """Reads the file's dictionary, and executes nothing; a zip's tensors are mapped. Raises CheckpointError for other files."""
     if path.suffix == ".safetensors":    # torch.load would read it with the library safetensors
-        raise CheckpointError(f"{path} is a file of torch.save, whose name must not end in .safetensors: rename it to .pth, or "
-                              "to pytorch_model.bin in a Hugging Face directory")
+        raise CheckpointError(f"{path} is not a safetensors file, but one of torch.save: rename it to .pth, or in a Hugging "
+                              "Face directory to pytorch_model.bin")
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
         _check_zip(path)

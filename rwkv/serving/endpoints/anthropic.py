@@ -310,7 +310,7 @@ class MessagesAnswer(Answer):
 
     def _counts(self) -> JsonObject:
         usage = self._usage()
-        # Claude Code takes input_tokens of 0 as absent, and would add those of message_start to the cached ones
+        # Claude Code treats 0 as absent and keeps message_start's count, which includes the cached tokens
         cached = min(usage["prompt_tokens_details"]["cached_tokens"], max(usage["prompt_tokens"] - 1, 0))
         return {"input_tokens": usage["prompt_tokens"] - cached, "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": cached, "output_tokens": usage["completion_tokens"]}

@@ -71,7 +71,8 @@ def _to_utf8(request: Request, body: bytes) -> bytes:
     if charset in ("utf-8", "utf8", "us-ascii"):
         return body
     if charset not in CHARSETS:
-        raise ApiError(415, f"the charset of content-type must be utf-8; got {charset[:100]}", code="unsupported_charset")
+        raise ApiError(415, f"the charset of content-type must be one of {', '.join(sorted(CHARSETS))}; got {charset[:100]}",
+                       code="unsupported_charset")
     try:
         return body.decode(charset).encode()
     except UnicodeError:

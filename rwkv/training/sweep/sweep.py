@@ -272,9 +272,9 @@ def read_entries(folder: Path) -> list[Entry]:
 
 
 def _advice_on_commas(verbatim: Mapping[str, object], error: str) -> str:
-    """Returns how to sweep over texts, such as paths, if the error is about a text with a comma."""
+    """Returns advice on sweeping over texts and paths, which are taken verbatim, if `error` quotes one with a comma, or ""."""
     for key, text in verbatim.items():
-        if isinstance(text, str) and "," in text and text in error:
+        if isinstance(text, str) and "," in text and text in error and not Path(text).exists():
             return (f". A comma in {key} does not separate values: to sweep {key}, write a recipe for each value and use "
                     "experiment=A.yaml,B.yaml")
     return ""

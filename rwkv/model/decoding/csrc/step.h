@@ -219,7 +219,9 @@ static inline struct product make_product(const struct step *s, const struct job
 // Outputs per tile, rounded up to a multiple of the unit of the product.
 INLINE int64_t matrix_tile(const struct step *s, const struct matrix *m) {
     static const int64_t units[] = {8, 64, COLUMN_TILE, 16};
-    int64_t unit = units[m->order], per_thread = m->order == SPARSE_BY_INPUT ? WIDE_TILES_PER_THREAD : TILES_PER_THREAD;
+    int uses_amx = m->kind == W_INT8 && s->R >= AMX_ROWS && timemix_has_amx();
+    int64_t unit = uses_amx ? AMX_OUTPUTS : units[m->order];
+    int64_t per_thread = m->order == SPARSE_BY_INPUT ? WIDE_TILES_PER_THREAD : TILES_PER_THREAD;
     return tiles(tiles(m->N, per_thread * s->threads), unit) * unit;
 }
 
