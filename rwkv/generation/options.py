@@ -66,12 +66,14 @@ def prompts_from(config: GenerateConfig) -> list[str]:
             return [decode(sys.stdin.buffer.read(), "standard input").replace("\r\n", "\n")]
         return [config.prompt or ""]
     path = Path(config.prompts)
-    content = sys.stdin.buffer.read() if config.prompts == "-" else read_bytes(path, f"prompts={path}")
+    if config.prompts == "-":
+        source, content = "standard input", sys.stdin.buffer.read()
+    else:
+        source, content = str(path), read_bytes(path, f"prompts={path}")
     if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
         lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
         prompts = [text_of(parse(line, where), "prompt", where) for where, line in lines if line.strip()]
     else:
-        source = "standard input" if config.prompts == "-" else str(path)
         prompts = [prompt for line in decode(content, source).split("\n") if (prompt := line.removesuffix("\r"))]
     if not prompts:
         raise UserError(f"prompts={path} has no prompts: the file must have one prompt per line")
